@@ -12,16 +12,13 @@ MIB = 1 << 20
 
 def history(series: Mapping[tuple[str, ...], Sequence[float | None]], interval_seconds: int = 10) -> dict[str, Any]:
     """Return a history with series by name and values of labels."""
-    found = [
-        {
-            "name": name,
-            "labels": {str(number): label for number, label in enumerate(labels)},
-            "unit": "",
-            "values": [*values],
-        }
-        for (name, *labels), values in series.items()
-    ]
+    found = [_series(*names, values=[*values]) for names, values in series.items()]
     return {"interval_seconds": interval_seconds, "until_ms": 1_000_000, "series": found}
+
+
+def _series(name: str, *labels: str, values: list[float | None]) -> dict[str, Any]:
+    numbered = {str(number): label for number, label in enumerate(labels)}
+    return {"name": name, "labels": numbered, "unit": "", "values": values}
 
 
 def usage(used: int, capacity: int, high: int = -1, low: int = -1, deleting: int = 0) -> dict[str, int]:
@@ -33,15 +30,9 @@ def usage(used: int, capacity: int, high: int = -1, low: int = -1, deleting: int
 
 def group_usage(name: str, total: Mapping[str, int], **more: Any) -> dict[str, Any]:
     """Return what a group uses."""
-    empty = {
-        "types": [],
-        "storages": [],
-        "instances": [],
-        "pinned_bytes": 0,
-        "pin_budget_bytes": 0,
-        "refused_writes": 0,
-    }
-    return {"name": name, "total": total, **empty, **more}
+    parts: dict[str, Any] = {"types": [], "storages": [], "instances": []}
+    amounts = {"pinned_bytes": 0, "pin_budget_bytes": 0, "refused_writes": 0}
+    return {"name": name, "total": total, **parts, **amounts, **more}
 
 
 def alert(severity: str, kind: str, name: str) -> dict[str, Any]:

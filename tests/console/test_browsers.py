@@ -6,19 +6,11 @@ import pytest
 
 from kvcm.console.visits import foreign_request, is_encrypted
 
+_ADDRESSES = ["127.0.0.1:6492", "[::1]:6492", "10.1.2.3:6492"]
+_NAMES = ["localhost", "localhost:6492", "kvcm.localhost", "manager-1:6492"]
 
-@pytest.mark.parametrize(
-    "host",
-    [
-        "127.0.0.1:6492",
-        "localhost",
-        "localhost:6492",
-        "kvcm.localhost",
-        "[::1]:6492",
-        "10.1.2.3:6492",
-        "manager-1:6492",
-    ],
-)
+
+@pytest.mark.parametrize("host", _ADDRESSES + _NAMES)
 def test_addresses_and_names_of_the_own_network_open_an_open_console(host: str) -> None:
     assert not foreign_request("GET", {"host": host}, is_open=True)
 
@@ -34,17 +26,11 @@ def test_where_keys_are_required_any_name_will_do() -> None:
     assert not foreign_request("GET", {"host": "kvcm.example.com"}, is_open=False)
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {},
-        {"origin": "null"},
-        {"origin": "https://evil.example"},
-        {"origin": "http://127.0.0.1:6493"},
-        {"origin": "http://127.0.0.1:6492", "sec-fetch-site": "cross-site"},
-        {"origin": "http://127.0.0.1:6492", "sec-fetch-site": "same-site"},
-    ],
-)
+_FOREIGN_ORIGINS = [{"origin": origin} for origin in ("null", "https://evil.example", "http://127.0.0.1:6493")]
+_FOREIGN_SITES = [{"origin": "http://127.0.0.1:6492", "sec-fetch-site": site} for site in ("cross-site", "same-site")]
+
+
+@pytest.mark.parametrize("headers", [{}, *_FOREIGN_ORIGINS, *_FOREIGN_SITES])
 @pytest.mark.parametrize("is_open", [True, False])
 def test_changing_requests_come_from_a_page_of_the_console(headers: dict[str, str], is_open: bool) -> None:
     assert "page of the console" in foreign_request("POST", {"host": "127.0.0.1:6492", **headers}, is_open=is_open)

@@ -88,20 +88,13 @@ def test_a_line_of_which_nothing_is_known_stands_beside_others() -> None:
     assert [cell.text for cell in figures.iter("td")] == ["–", "2", "–", "–", "–", "1"]
 
 
-_OF_ALL = [
-    *[("requests_per_second", method) for method in ("match", "start", "finish", "other")],
-    ("errors_per_second",),
-    ("match_p50_seconds",),
-    ("match_p99_seconds",),
-]
+_REQUESTS = [("requests_per_second", method) for method in ("match", "start", "finish", "other")]
+_OF_ALL = [*_REQUESTS, ("errors_per_second",), ("match_p50_seconds",), ("match_p99_seconds",)]
 _OF_GROUP = [
-    ("hit_ratio", "chat"),
-    ("lookup_keys_per_second", "chat", "hit"),
-    ("lookup_keys_per_second", "chat", "miss"),
-    ("evicted_bytes_per_second", "chat"),
-    ("refused_writes_per_second", "chat"),
     ("used_bytes", "chat", "file"),
-    ("quota_bytes", "chat"),
+    *(("lookup_keys_per_second", "chat", outcome) for outcome in ("hit", "miss")),
+    *((f"{name}_per_second", "chat") for name in ("evicted_bytes", "refused_writes")),
+    *((name, "chat") for name in ("hit_ratio", "quota_bytes")),
 ]
 _EVERYTHING = [*_OF_ALL, *_OF_GROUP]
 

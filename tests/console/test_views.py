@@ -102,14 +102,10 @@ def drain(name: str, state: str) -> dict[str, Any]:
 
 
 def test_storages_that_need_attention_come_first() -> None:
-    found = storage_views(
-        [
-            *(storage("b"), storage("a"), storage("draining"), storage("new", "SH_UNSPECIFIED")),
-            *(storage("off", is_available=False), storage("slow", "SH_DEGRADED"), storage("down", "SH_DOWN")),
-        ],
-        {"storages": []},
-        [drain("draining", "running"), {**drain("a", "running"), "kind": "removal"}],
-    )
+    well = [storage("b"), storage("a"), storage("draining"), storage("new", "SH_UNSPECIFIED")]
+    ill = [storage("off", is_available=False), storage("slow", "SH_DEGRADED"), storage("down", "SH_DOWN")]
+    tasks = [drain("draining", "running"), {**drain("a", "running"), "kind": "removal"}]
+    found = storage_views([*well, *ill], {"storages": []}, tasks)
     assert [view.name for view in found] == ["down", "off", "slow", "draining", "a", "b", "new"]
     assert {view.name: [text for text, _ in view.badges] for view in found} == {
         "down": ["down"], "off": ["disabled", "up"], "slow": ["degraded"], "draining": ["draining", "up"],

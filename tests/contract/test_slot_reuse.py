@@ -26,18 +26,8 @@ from storage_rig import can_punch_holes, files_below
 
 import kvcm.storage.file_slots
 from kvcm.model.uri import LocationUri
+from kvcm.storage import file_slots
 from kvcm.storage.backend import Allocation, Part, Parts, slot_count
-from kvcm.storage.file_slots import (
-    FreeSlots,
-    PackedFiles,
-    Pool,
-    SlotAllocator,
-    SlotReuse,
-    deleted_slots,
-    notes_path,
-    record_deleted_slots,
-    slot_owners,
-)
 from kvcm.storage.threads import StorageThreads
 
 # ── Slot reuse ──
@@ -245,8 +235,8 @@ async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
     assert time.monotonic() - began < 30.0
     answers.set()
     path, notes, until = str(path_of(uris[0])), notes_of(uris[0]), time.monotonic() + 60
-    while deleted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():
-        assert time.monotonic() < until, slot_owners(path)
+    while file_slots.deleted_slots(path) != {0, 1, 2, 3} or b"+" not in notes.read_bytes():
+        assert time.monotonic() < until, file_slots.slot_owners(path)
         await asyncio.sleep(0)
     while world.counts.reused == 0:  # the thread is about to say that it is over
         assert time.monotonic() < until
@@ -384,16 +374,16 @@ async def test_while_all_threads_are_busy_only_the_first_writer_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait_for_slots(monkeypatch, HELD_SECONDS)
-    free = FreeSlots(SlotReuse(GRACE_SECONDS, lambda: clock[0], lambda: 1))
-    clock, path, pool = [0.0], f"{tmp_path}/1_32x0123456789abcdef.aa", Pool("inst", 512)
-    for name in (path, notes_path(path)):
+    free = file_slots.FreeSlots(file_slots.SlotReuse(GRACE_SECONDS, lambda: clock[0], lambda: 1))
+    clock, path, pool = [0.0], f"{tmp_path}/1_32x0123456789abcdef.aa", file_slots.Pool("inst", 512)
+    for name in (path, file_slots.notes_path(path)):
         await asyncio.to_thread(Path(name).write_bytes, b"")
-    record_deleted_slots(path, range(8))
+    file_slots.record_deleted_slots(path, range(8))
     free.deleted(path, pool, range(8))
     free.forgotten(path, range(8))
     clock[0] += GRACE_SECONDS
     threads, end = StorageThreads("busy", 1), threading.Event()
-    giver = SlotAllocator("s-1", PackedFiles(f"{tmp_path}/", free), threads)
+    giver = file_slots.SlotAllocator("s-1", file_slots.PackedFiles(f"{tmp_path}/", free), threads)
     one = Parts.of([Part("tp0", 1, 512)])
     busy = asyncio.create_task(threads.run(lambda: end.wait(60)))
     await asyncio.sleep(0)

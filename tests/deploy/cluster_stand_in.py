@@ -12,7 +12,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 from schemas import SchemaError, check_object
@@ -30,34 +30,15 @@ current-context: here
 _VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
-class _Kind(NamedTuple):
-    plural: str
-    kind: str
-    is_namespaced: bool = True
-
-
 _KINDS = {
-    "v1": (
-        _Kind("configmaps", "ConfigMap"),
-        _Kind("namespaces", "Namespace", is_namespaced=False),
-        _Kind("persistentvolumeclaims", "PersistentVolumeClaim"),
-        _Kind("pods", "Pod"),
-        _Kind("secrets", "Secret"),
-        _Kind("serviceaccounts", "ServiceAccount"),
-        _Kind("services", "Service"),
-    ),
-    "apps/v1": (_Kind("deployments", "Deployment"), _Kind("statefulsets", "StatefulSet")),
-    "autoscaling/v2": (_Kind("horizontalpodautoscalers", "HorizontalPodAutoscaler"),),
-    "policy/v1": (_Kind("poddisruptionbudgets", "PodDisruptionBudget"),),
-    "networking.k8s.io/v1": (_Kind("networkpolicies", "NetworkPolicy"),),
-    "cert-manager.io/v1": (_Kind("certificates", "Certificate"),),
-    "monitoring.coreos.com/v1": (
-        _Kind("prometheusrules", "PrometheusRule"),
-        _Kind("servicemonitors", "ServiceMonitor"),
-    ),
+    "v1": "ConfigMap Namespace PersistentVolumeClaim Pod Secret ServiceAccount Service",
+    "apps/v1": "Deployment StatefulSet",
+    "autoscaling/v2": "HorizontalPodAutoscaler",
+    "policy/v1": "PodDisruptionBudget",
+    "networking.k8s.io/v1": "NetworkPolicy",
+    "cert-manager.io/v1": "Certificate",
+    "monitoring.coreos.com/v1": "PrometheusRule ServiceMonitor",
 }
-
-
 _FIXED = {
     "Deployment": ("selector",),
     "StatefulSet": ("selector", "serviceName", "volumeClaimTemplates"),
@@ -142,17 +123,15 @@ def _group(version: str) -> dict[str, Any]:
     return {"name": version.partition("/")[0], "versions": [reported], "preferredVersion": reported}
 
 
+def _described_kind(kind: str) -> dict[str, Any]:
+    name = kind.lower()
+    plural = f"{name.removesuffix('y')}ies" if name.endswith("y") else f"{name}s"
+    is_namespaced = kind != "Namespace"
+    return {"name": plural, "singularName": name, "namespaced": is_namespaced, "kind": kind, "verbs": _VERBS}
+
+
 def _resources(version: str) -> dict[str, Any]:
-    kinds = [
-        {
-            "name": each.plural,
-            "singularName": each.kind.lower(),
-            "namespaced": each.is_namespaced,
-            "kind": each.kind,
-            "verbs": _VERBS,
-        }
-        for each in _KINDS[version]
-    ]
+    kinds = [_described_kind(kind) for kind in _KINDS[version].split()]
     return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": kinds}
 
 

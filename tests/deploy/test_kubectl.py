@@ -43,13 +43,8 @@ def run(tmp_path: Path, cluster: Cluster) -> Run:
     environment = {**os.environ, "KUBECONFIG": str(cluster.kubeconfig), "HOME": str(tmp_path)}
 
     def run(script: str) -> None:
-        ran = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", _BY_JSON + script],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        command = ["bash", "-euo", "pipefail", "-c", _BY_JSON + script]
+        ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ran.returncode == 0, ran.stdout + ran.stderr
 
     return run

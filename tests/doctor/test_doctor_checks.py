@@ -20,22 +20,9 @@ from redis_servers import Standalone
 from waiting import until
 
 from kvcm.config import Settings
+from kvcm.doctor import host
 from kvcm.doctor.checks import StoreFacts, check_shared_store, findings_of
 from kvcm.doctor.findings import Finding, Level, check_skew
-from kvcm.doctor.host import (
-    certificate_of,
-    check_authorities,
-    check_certificate,
-    check_directory,
-    check_expiry,
-    check_metadata_directory,
-    check_ports,
-    combinations,
-    free_space,
-    lock_holder,
-    read_settings,
-    redis_settings,
-)
 from kvcm.doctor.manager import above_watermarks, check_reachable, check_storage, readiness, status_of
 from kvcm.model.clock import SystemClock
 from kvcm.model.storages import DummyStorageSpec, MooncakeStorageSpec, NfsStorageSpec, StorageConfig, ThreeFSStorageSpec
@@ -72,14 +59,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def _findings(pair: Pair, now: float | None = None) -> list[Finding]:
-    return list(check_certificate(pair.cert, pair.key, time.time() if now is None else now))
+    return list(host.check_certificate(pair.cert, pair.key, time.time() if now is None else now))
 
 
 def test_a_good_certificate_reports_its_names_and_its_end(pair: Pair) -> None:
     (finding,) = _findings(pair)
     assert (finding.level, "kvcm.example, 10.0.0.1" in finding.found) == (Level.OK, True)
     assert "ends in 36" in finding.found
-    assert "notAfter" in certificate_of(pair.cert, pair.key)
+    assert "notAfter" in host.certificate_of(pair.cert, pair.key)
 
 
 def test_one_that_has_really_ended_cannot_be_shaken_hands_with(tmp_path: Path) -> None:
@@ -110,19 +97,19 @@ def test_a_file_that_is_no_certificate_is_a_failure(pair: Pair, tmp_path: Path) 
 
 
 def test_authorities_are_listed_with_their_ends(pair: Pair, tmp_path: Path) -> None:
-    (finding,) = check_authorities(pair.cert, time.time())
+    (finding,) = host.check_authorities(pair.cert, time.time())
     assert (finding.level, "authority good" in finding.found) == (Level.OK, True)
     text = tmp_path / "text"
     text.write_text("hello")
-    (finding,) = check_authorities(str(text), time.time())
+    (finding,) = host.check_authorities(str(text), time.time())
     assert finding.level is Level.FAIL
-    (finding,) = check_authorities(str(tmp_path / "none"), time.time())
+    (finding,) = host.check_authorities(str(tmp_path / "none"), time.time())
     assert finding.level is Level.FAIL
 
 
 @pytest.mark.parametrize(("left", "level"), [(15 * DAY, Level.OK), (13 * DAY, Level.WARN), (-1.0, Level.FAIL)])
 def test_expiry(left: float, level: Level) -> None:
-    assert check_expiry("it", 1e9 + left, 1e9).level is level
+    assert host.check_expiry("it", 1e9 + left, 1e9).level is level
 
 
 GIB = 1 << 30
@@ -134,22 +121,22 @@ def _one(found: Iterator[Finding]) -> Finding:
 
 
 def test_a_directory_that_can_be_written_is_fine(tmp_path: Path) -> None:
-    finding = _one(check_directory("place", tmp_path, is_made=False))
+    finding = _one(host.check_directory("place", tmp_path, is_made=False))
     assert finding.level is not Level.FAIL
     assert str(tmp_path) in finding.found
 
 
 def test_a_directory_that_is_not_there_is_made_or_missing(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
-    assert _one(check_directory("place", path, is_made=True)).level is Level.OK
-    missing = _one(check_directory("place", path, is_made=False))
+    assert _one(host.check_directory("place", path, is_made=True)).level is Level.OK
+    missing = _one(host.check_directory("place", path, is_made=False))
     assert (missing.level, missing.found) == (Level.FAIL, f"{path} does not exist on this host")
 
 
 def test_a_file_in_the_place_of_a_directory_is_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
-    assert _one(check_directory("place", path, is_made=True)).level is Level.FAIL
+    assert _one(host.check_directory("place", path, is_made=True)).level is Level.FAIL
 
 
 @pytest.mark.parametrize(
@@ -163,12 +150,12 @@ def test_a_file_in_the_place_of_a_directory_is_a_failure(tmp_path: Path) -> None
     ],
 )
 def test_space(free: int, whole: int, level: Level) -> None:
-    assert free_space("place", "it", free, whole).level is level
+    assert host.free_space("place", "it", free, whole).level is level
 
 
 def test_the_process_that_has_the_metadata_open_is_found_without_taking_it(tmp_path: Path) -> None:
     lock = tmp_path / "metadata" / "LOCK"
-    assert lock_holder(lock) == 0
+    assert host.lock_holder(lock) == 0
     log = CommitLog(lock.parent, Fsync("never"), SystemClock())
     ask = f"from pathlib import Path; from kvcm.doctor.host import lock_holder; print(lock_holder(Path({str(lock)!r})))"
     try:  # a lock of the process itself is not in its own way
@@ -176,9 +163,9 @@ def test_the_process_that_has_the_metadata_open_is_found_without_taking_it(tmp_p
     finally:
         asyncio.run(log.close())
     assert int(asked.stdout) == os.getpid()
-    assert lock_holder(lock) == 0
-    assert [each.level for each in check_metadata_directory(Settings(data_dir=str(tmp_path)))] != [Level.FAIL]
-    assert list(check_metadata_directory(Settings())) == []
+    assert host.lock_holder(lock) == 0
+    assert [each.level for each in host.check_metadata_directory(Settings(data_dir=str(tmp_path)))] != [Level.FAIL]
+    assert list(host.check_metadata_directory(Settings())) == []
 
 
 def _settings(**ports: int) -> Settings:
@@ -188,13 +175,15 @@ def _settings(**ports: int) -> Settings:
 
 def test_a_free_port_is_free_and_one_of_a_stranger_is_not() -> None:
     port = free_port()
-    assert _one(check_ports(_settings(http_port=port))).found == f"kvcm.service.http_port {port} is free on 127.0.0.1"
+    assert (
+        _one(host.check_ports(_settings(http_port=port))).found == f"kvcm.service.http_port {port} is free on 127.0.0.1"
+    )
     with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as stranger:
         thread = Thread(target=stranger.serve_forever, args=(0.01,))
         thread.start()
         try:
             for ports in ({"http_port": stranger.server_port}, {"rpc_port": stranger.server_port}):
-                finding = _one(check_ports(_settings(**ports)))
+                finding = _one(host.check_ports(_settings(**ports)))
                 assert (finding.level, "does not answer as a manager" in finding.found) == (Level.FAIL, True)
         finally:
             stranger.shutdown()
@@ -203,14 +192,16 @@ def test_a_free_port_is_free_and_one_of_a_stranger_is_not() -> None:
 
 def test_one_port_for_two_things_is_a_failure_save_for_grpc() -> None:
     port = free_port()
-    both = list(check_ports(_settings(http_port=port, admin_http_port=port)))
+    both = list(host.check_ports(_settings(http_port=port, admin_http_port=port)))
     assert [each.level for each in both] == [Level.OK, Level.FAIL]
-    assert len(list(check_ports(_settings(rpc_port=port, admin_rpc_port=port)))) == 1
+    assert len(list(host.check_ports(_settings(rpc_port=port, admin_rpc_port=port)))) == 1
 
 
 def test_an_address_of_another_host_cannot_be_taken() -> None:
-    finding = _one(check_ports(Settings(host="192.0.2.1", insecure=True, http_port=1024, rpc_port=0, admin_rpc_port=0,
-                                        admin_http_port=0)))  # fmt: skip
+    settings = Settings(
+        host="192.0.2.1", insecure=True, http_port=1024, rpc_port=0, admin_rpc_port=0, admin_http_port=0
+    )
+    finding = _one(host.check_ports(settings))
     assert (finding.level, "EADDRNOTAVAIL" in finding.found) == (Level.FAIL, True)
 
 
@@ -243,12 +234,12 @@ SAFE = {"data_dir": "/var/lib/kvcm"}
 
 
 def _levels(settings: Settings) -> dict[Level, list[str]]:
-    found = list(combinations(settings))
+    found = list(host.combinations(settings))
     return {level: [each.found for each in found if each.level is level] for level in Level}
 
 
 def test_a_data_directory_on_loopback_is_nothing_to_speak_of() -> None:
-    assert list(combinations(Settings(**SAFE))) == []
+    assert list(host.combinations(Settings(**SAFE))) == []
 
 
 @pytest.mark.parametrize(
@@ -271,18 +262,18 @@ def test_dangerous_settings_are_reported(changes: dict[str, object], level: Leve
 
 def test_a_store_on_this_host_or_with_password_and_encryption_is_fine() -> None:
     for uri in ("redis://127.0.0.1/?cluster_name=c", "rediss://u:p@10.0.0.9/?cluster_name=c"):
-        assert list(combinations(Settings(registry_storage_uri=uri))) == []
+        assert list(host.combinations(Settings(registry_storage_uri=uri))) == []
 
 
 def test_a_store_that_is_none_is_no_store() -> None:
-    assert redis_settings(Settings(registry_storage_uri="redis://host/")) is None
-    assert redis_settings(Settings()) is None
+    assert host.redis_settings(Settings(registry_storage_uri="redis://host/")) is None
+    assert host.redis_settings(Settings()) is None
 
 
 def test_settings_are_read_as_serve_reads_them(tmp_path: Path) -> None:
     file = tmp_path / "kvcm.conf"
     file.write_text("kvcm.service.http_port=7000\nkvcm.logger.loglevel=4\nkvcm.service.io_thread_num=3\n")
-    settings, found = read_settings(file, ["kvcm.service.http_port=7001"], {})
+    settings, found = host.read_settings(file, ["kvcm.service.http_port=7001"], {})
     assert settings is not None
     assert settings.http_port == 7001
     assert [each.level for each in found] == [Level.OK, Level.WARN, Level.WARN]
@@ -302,13 +293,13 @@ def test_settings_are_read_as_serve_reads_them(tmp_path: Path) -> None:
 def test_settings_that_serve_refuses_are_a_failure(tmp_path: Path, text: str, found: str) -> None:
     file = tmp_path / "kvcm.conf"
     file.write_text(text)
-    settings, (finding,) = read_settings(file, [], {})
+    settings, (finding,) = host.read_settings(file, [], {})
     assert (settings, finding.level) == (None, Level.FAIL)
     assert found in finding.found
 
 
 def test_a_file_that_is_not_there_is_a_failure(tmp_path: Path) -> None:
-    settings, (finding,) = read_settings(tmp_path / "nowhere", [], {})
+    settings, (finding,) = host.read_settings(tmp_path / "nowhere", [], {})
     assert (settings, finding.level, "cannot be read" in finding.found) == (None, Level.FAIL, True)
 
 

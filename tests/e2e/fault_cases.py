@@ -11,15 +11,17 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from key_history import History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, managers_on
 from mixed_load import Load, Sent, finish_later, metas_of, served_blocks
-from redis_servers import cluster, is_replica_in_step, sentinel, standalone
+from redis_servers import Cluster, Sentinels, Standalone, cluster, is_replica_in_step, sentinel, standalone
 from store_audit import StoreAudit, audit_store, verified
 from waiting import until
 
@@ -67,88 +69,61 @@ class Fault:
     """A way to fail.
 
     Attributes:
-        store: runs the store inside the block; yields its uri and what breaks it and returns when it is whole again.
+        store: runs the store inside the block.
+        fail: breaks the store, and returns when it is whole again.
         may_lose: whether a replica takes over.
     """
 
-    store: Callable[[Path], contextlib.AbstractContextManager[tuple[str, Callable[[], None]]]]
+    store: Callable[[Path], contextlib.AbstractContextManager[Any]]
+    fail: Callable[[Any], None]
     may_lose: bool = False
 
 
-@contextlib.contextmanager
-def _killed(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    with standalone(directory, appendonly=True) as made:
-
-        def fail() -> None:
-            made.server.kill()
-            time.sleep(2)
-            made.server.restart()
-
-        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
+def _kill(made: Standalone) -> None:
+    made.server.kill()
+    time.sleep(2)
+    made.server.restart()
 
 
-@contextlib.contextmanager
-def _silent(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    with standalone(directory) as made:
-
-        def fail() -> None:
-            made.server.pause()
-            time.sleep(5)
-            made.server.resume()
-
-        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
+def _silence(made: Standalone) -> None:
+    made.server.pause()
+    time.sleep(5)
+    made.server.resume()
 
 
-@contextlib.contextmanager
-def _paused(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    with standalone(directory) as made:
-
-        def fail() -> None:
-            with made.server.admin() as client:
-                client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
-            time.sleep(3)
-
-        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
+def _pause(made: Standalone) -> None:
+    with made.server.admin() as client:
+        client.execute_command("CLIENT", "PAUSE", 3000, "ALL")
+    time.sleep(3)
 
 
-@contextlib.contextmanager
-def _sentinel_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    with sentinel(directory) as made:
-
-        def fail() -> None:
-            old = made.master
-            old.kill()
-            made.give_up_soon()
-            until(lambda: made.master is not old and not is_replica_in_step(made.master))
-
-        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
+def _fail_over_to_the_replica(made: Sentinels) -> None:
+    old = made.master
+    old.kill()
+    made.give_up_soon()
+    until(lambda: made.master is not old and not is_replica_in_step(made.master))
 
 
-@contextlib.contextmanager
-def _cluster_failover(directory: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    with cluster(directory, replicas=1) as made:
-
-        def fail() -> None:
-            made.nodes[0].kill()
-            made.give_up_soon()
-            until(lambda: not made.is_whole())
-            until(made.is_whole)
-
-        yield made.uri("faults", timeout_ms=_TIMEOUT_MS), fail
+def _fail_over_one_node(made: Cluster) -> None:
+    made.nodes[0].kill()
+    made.give_up_soon()
+    until(lambda: not made.is_whole())
+    until(made.is_whole)
 
 
 FAULTS = {
-    "killed and restarted after 2 s (AOF)": Fault(_killed),
-    "silent for 5 s": Fault(_silent),
-    "CLIENT PAUSE 3000 ALL": Fault(_paused),
-    "sentinel failover": Fault(_sentinel_failover, may_lose=True),
-    "cluster failover": Fault(_cluster_failover, may_lose=True),
+    "killed and restarted after 2 s (AOF)": Fault(partial(standalone, appendonly=True), _kill),
+    "silent for 5 s": Fault(standalone, _silence),
+    "CLIENT PAUSE 3000 ALL": Fault(standalone, _pause),
+    "sentinel failover": Fault(sentinel, _fail_over_to_the_replica, may_lose=True),
+    "cluster failover": Fault(partial(cluster, replicas=1), _fail_over_one_node, may_lose=True),
 }
 
 
 async def run_fault(directory: Path, fault: Fault, seed: int) -> FaultReport:
     """Run two managers on a store, break it under load, and judge."""
-    with fault.store(directory / "store") as (uri, fail):
+    with fault.store(directory / "store") as made:
+        uri, fail = made.uri("faults", timeout_ms=_TIMEOUT_MS), partial(fault.fail, made)
         with managers_on(directory, uri, 2, {"kvcm.leader_elector.lease_ms": "2000"}) as managers:
             return await _under_fault(managers, fail, fault.may_lose, Random(seed))
 

@@ -163,18 +163,9 @@ def _main(directory: str, mount_point: str) -> None:
     os.umask(0)  # the mode of a request is what the client's own mask left of it
     rules = Rules()
     threading.Thread(target=_obey, args=(rules, mount_point), daemon=True).start()
-    mfusepy.FUSE(
-        FaultFs(str(Path(directory).resolve()), rules),
-        mount_point,
-        foreground=True,
-        direct_io=True,
-        hard_remove=True,
-        entry_timeout=0,
-        negative_timeout=0,
-        attr_timeout=0,
-        max_threads=100,
-        fsname="kvcm-faults",
-    )
+    nothing_cached = {"direct_io": True, "entry_timeout": 0, "negative_timeout": 0, "attr_timeout": 0}
+    options = {"foreground": True, "hard_remove": True, "max_threads": 100, "fsname": "kvcm-faults"}
+    mfusepy.FUSE(FaultFs(str(Path(directory).resolve()), rules), mount_point, **nothing_cached, **options)
 
 
 if __name__ == "__main__":

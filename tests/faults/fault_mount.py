@@ -60,13 +60,9 @@ class FaultMount:
     def mount(self) -> None:
         """Mount it again after `close` or `die`, without faults."""
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(_SERVER), str(self.directory), str(self.path)],
-                env={**os.environ, "FUSE_LIBRARY_NAME": "fuse3"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
+            command = [sys.executable, str(_SERVER), str(self.directory), str(self.path)]
+            environment, pipe = {**os.environ, "FUSE_LIBRARY_NAME": "fuse3"}, subprocess.PIPE
+            self._process = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
         try:
             self._answer()
         except BaseException:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +22,9 @@ LONGEST_PAUSE_SECONDS = 61.0
 TURN_SECONDS = 60.0
 KINDS = {"file-1": FILE_1, "file-8": FILE_8}
 
+_SINGLE = itertools.product(("unlink", "getattr"), ("EIO", "ESTALE", "EACCES"))
 FAULTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    **{
-        f"{operation}-{error}": ((operation,), {"error": error})
-        for operation in ("unlink", "getattr")
-        for error in ("EIO", "ESTALE", "EACCES")
-    },
+    **{f"{operation}-{error}": ((operation,), {"error": error}) for operation, error in _SINGLE},
     "read-only": (("unlink", "write", "create", "fallocate"), {"error": "EROFS"}),
     "everything": (("unlink", "getattr", "open", "create", "write", "fallocate", "readdir"), {"error": "EIO"}),
     "half": (("unlink",), {"error": "EIO", "after": 5}),

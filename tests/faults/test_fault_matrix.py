@@ -111,9 +111,7 @@ def test_saves(site: BlockSite, fault_mount: FaultMount, fault: str) -> None:
     until_all_is_well(site)
 
 
-def test_a_block_that_is_seen_late_is_lost_until_then(
-    manager: ManagerProcess, new_fault_mount: Callable[[], FaultMount]
-) -> None:
+def test_a_block_is_lost_until_it_is_seen(manager: ManagerProcess, new_fault_mount: Callable[[], FaultMount]) -> None:
     """The manager sees what an engine does not yet, and keeps it."""
     mount = new_fault_mount()
     with opened_site(manager, PathMedium(PATH_SPECS["file-8"], mount.path, mount.directory)) as site:

@@ -140,9 +140,7 @@ async def test_a_discard_that_fails_says_why(fault_mount: FaultMount, error: str
 
 
 @pytest.mark.parametrize("error", ERRORS)
-async def test_a_storage_that_cannot_be_listed_is_not_empty(
-    fault_mount: FaultMount, written: Written, error: str
-) -> None:
+async def test_an_unlistable_storage_is_not_empty(fault_mount: FaultMount, written: Written, error: str) -> None:
     everything, _ = await listed(written.backend)
     for path in ("/cluster", "/cluster/inst", "/cluster/inst/kv"):
         fault_mount.inject("readdir", path=path, error=error)
@@ -156,9 +154,7 @@ async def test_a_storage_that_cannot_be_listed_is_not_empty(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-async def test_an_object_that_cannot_be_looked_at_is_counted_and_the_others_are_listed(
-    fault_mount: FaultMount, error: str
-) -> None:
+async def test_an_unreadable_object_is_counted_and_the_others_are_listed(fault_mount: FaultMount, error: str) -> None:
     written = await written_to(fault_mount, FILE_1)
     fault_mount.inject("getattr", path=f"*/{written.path(5).name}", error=error)
     objects, failed = await listed(written.backend)
@@ -166,9 +162,7 @@ async def test_an_object_that_cannot_be_looked_at_is_counted_and_the_others_are_
 
 
 @pytest.mark.parametrize("error", [*ERRORS, "EROFS"])
-async def test_an_object_that_cannot_be_removed_stays_and_says_why(
-    fault_mount: FaultMount, written: Written, error: str
-) -> None:
+async def test_an_unremovable_object_stays_and_says_why(fault_mount: FaultMount, written: Written, error: str) -> None:
     objects, _ = await listed(written.backend)
     fault_mount.inject("unlink", error=error)
     assert all(await written.backend.remove_objects("cluster", objects))
@@ -179,9 +173,7 @@ async def test_an_object_that_cannot_be_removed_stays_and_says_why(
 
 
 @pytest.mark.parametrize("error", ERRORS)
-async def test_an_object_whose_state_is_unknown_is_not_removed(
-    fault_mount: FaultMount, written: Written, error: str
-) -> None:
+async def test_an_object_of_unknown_state_is_not_removed(fault_mount: FaultMount, written: Written, error: str) -> None:
     objects, _ = await listed(written.backend)
     fault_mount.inject("getattr", path="/cluster/inst/kv/*", error=error)
     assert all(await written.backend.remove_objects("cluster", objects))

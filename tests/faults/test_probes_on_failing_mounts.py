@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
@@ -12,17 +13,10 @@ from storage_rig import FILE_8, Written, allocation
 from kvcm.model.errors import StorageIOError
 from kvcm.storage.backend import StorageBackend
 
+_CHANGING = itertools.product(("create", "write", "flush", "unlink"), ("EIO", "ENOSPC", "ESTALE", "EROFS"))
+_READING = itertools.product(("open", "read"), ("EIO", "ESTALE"))
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{
-        f"{operation}-{error}": (operation, {"error": error})
-        for operation in ("create", "write", "flush", "unlink")
-        for error in ("EIO", "ENOSPC", "ESTALE", "EROFS")
-    },
-    **{
-        f"{operation}-{error}": (operation, {"error": error})
-        for operation in ("open", "read")
-        for error in ("EIO", "ESTALE")
-    },
+    **{f"{operation}-{error}": (operation, {"error": error}) for operation, error in (*_CHANGING, *_READING)},
     "short read": ("read", {"ends_at": 100}),
     "corrupted byte": ("read", {"flip_at": 4000}),
 }
@@ -49,9 +43,7 @@ async def test_a_probe_finds_the_fault_and_its_end(fault_mount: FaultMount, back
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000])
-async def test_a_storage_that_moves_less_at_a_time_is_sound(
-    fault_mount: FaultMount, backend: StorageBackend, most_bytes: int
-) -> None:
+async def test_short_transfers_are_sound(fault_mount: FaultMount, backend: StorageBackend, most_bytes: int) -> None:
     fault_mount.inject("read", "write", most_bytes=most_bytes)
     await backend.probe()
 

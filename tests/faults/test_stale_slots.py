@@ -100,9 +100,7 @@ def slot(uri: str) -> tuple[str, int | None]:
     return place.path, place.blkid
 
 
-async def test_a_writer_that_comes_back_after_the_grace_costs_the_new_block_and_nothing_else(
-    world: SlotWorld, engine: Engine
-) -> None:
+async def test_a_writer_back_after_the_grace_costs_only_the_new_block(world: SlotWorld, engine: Engine) -> None:
     stayed, gone, after = await handed_on(world, engine)
     engine.save(gone[:2])
     spoilt = {slot(uri) for uri in gone[:2]}

@@ -6,7 +6,7 @@ What holds for every single call is asserted where the calls are made (transfers
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
@@ -18,19 +18,26 @@ from waiting import until
 
 from kvcm.connectors.transfer import Failure
 
-DEADLINE_SECONDS = 1.0
+DEADLINE_SECONDS, LONG_SECONDS = 1.0, 20.0
 
-READ_ERRORS = [
-    pytest.param(operation, error, id=f"{operation}-{error}")
-    for operation in ("read", "open", "getattr")
-    for error in ("EIO", "ESTALE")
-]
-WRITE_ERRORS = [
-    *(pytest.param("write", error, id=f"write-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EDQUOT")),
-    *(pytest.param("create", error, id=f"create-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EROFS")),
-    *(pytest.param("flush", error, id=f"close-{error}") for error in ("EIO", "ENOSPC", "ESTALE", "EDQUOT")),
-    *(pytest.param("mkdir", error, id=f"mkdir-{error}") for error in ("EIO", "ENOSPC", "EROFS")),
-]
+READ_FAULTS = {operation: ["EIO", "ESTALE", "hang"] for operation in ("read", "open", "getattr")}
+WRITE_FAULTS = {
+    "write": ["EIO", "ENOSPC", "ESTALE", "EDQUOT", "hang"],
+    "create": ["EIO", "ENOSPC", "ESTALE", "EROFS", "hang"],
+    "flush": ["EIO", "ENOSPC", "ESTALE", "EDQUOT", "hang"],
+    "mkdir": ["EIO", "ENOSPC", "EROFS", "hang"],
+}
+
+
+def each_of(faults: Mapping[str, list[str]]) -> list[tuple[str, str]]:
+    return [(operation, fault) for operation, found in faults.items() for fault in found]
+
+
+def inject(transfers: Transfers, operation: str, fault: str, **where: str) -> float:
+    """Have an operation fail or hang; returns how long a call may take then."""
+    hangs = fault == "hang"
+    transfers.mount.inject(operation, **where, **({"hang": True} if hangs else {"error": fault}))
+    return DEADLINE_SECONDS if hangs else LONG_SECONDS
 
 
 @pytest.fixture
@@ -41,23 +48,23 @@ def transfers(fault_mount: FaultMount) -> Iterator[Transfers]:
     transfers.engine.close()
 
 
-@pytest.mark.parametrize(("operation", "error"), READ_ERRORS)
-def test_a_load_that_fails_is_a_miss(transfers: Transfers, operation: str, error: str) -> None:
+@pytest.mark.parametrize(("operation", "fault"), each_of(READ_FAULTS))
+def test_a_load_that_fails_is_a_miss_in_time(transfers: Transfers, operation: str, fault: str) -> None:
     uris = transfers.uris("a")
     assert all(transfers.save(uris).ok)
-    transfers.mount.inject(operation, path="/cluster/inst/*", error=error)
+    deadline = inject(transfers, operation, fault, path="/cluster/inst/*")
     for _ in range(2):
-        assert not any(transfers.load(uris).ok)
+        assert not any(transfers.load(uris, deadline).ok)
     transfers.mount.clear()
     transfers.until_all_load(uris)
 
 
-@pytest.mark.parametrize(("operation", "error"), WRITE_ERRORS)
-def test_a_write_that_fails_is_refused(transfers: Transfers, operation: str, error: str) -> None:
+@pytest.mark.parametrize(("operation", "fault"), each_of(WRITE_FAULTS))
+def test_a_write_that_fails_is_refused_in_time(transfers: Transfers, operation: str, fault: str) -> None:
     """Also when only closing the file fails: network file systems report lost writes there."""
-    transfers.mount.inject(operation, error=error)
+    deadline = inject(transfers, operation, fault)
     for number in range(2):
-        assert not any(transfers.save(transfers.uris(f"{number}")).ok)
+        assert not any(transfers.save(transfers.uris(f"{number}"), deadline).ok)
     transfers.mount.clear()
     uris = transfers.uris("after")
     transfers.until_all_save(uris)
@@ -132,28 +139,6 @@ def test_a_file_that_ends_early_is_a_miss_from_there_on(transfers: Transfers) ->
     transfers.until_all_load(uris)
 
 
-@pytest.mark.parametrize("operation", ["read", "open", "getattr"])
-def test_a_load_from_a_storage_that_hangs_is_a_miss_in_time(transfers: Transfers, operation: str) -> None:
-    uris = transfers.uris("a")
-    assert all(transfers.save(uris).ok)
-    transfers.mount.inject(operation, path="/cluster/inst/*", hang=True)
-    for _ in range(2):
-        assert not any(transfers.load(uris, DEADLINE_SECONDS).ok)
-    transfers.mount.clear()
-    transfers.until_all_load(uris)
-
-
-@pytest.mark.parametrize("operation", ["write", "create", "mkdir", "flush"])
-def test_a_write_to_a_storage_that_hangs_is_refused_in_time(transfers: Transfers, operation: str) -> None:
-    transfers.mount.inject(operation, hang=True)
-    for name in ("a", "b"):
-        assert not any(transfers.save(transfers.uris(name), DEADLINE_SECONDS).ok)
-    transfers.mount.clear()
-    uris = transfers.uris("after")
-    transfers.until_all_save(uris)
-    transfers.until_all_load(uris)
-
-
 def test_a_write_that_lands_after_it_was_given_up_harms_no_neighbour(transfers: Transfers) -> None:
     packed = transfers.uris("a", packed_files=1, files=0)
     assert all(transfers.save(packed[:1] + packed[2:]).ok)
@@ -197,16 +182,9 @@ def test_a_mount_that_went_away_takes_no_writes(transfers: Transfers, loads_firs
     transfers.until_all_save(transfers.uris("c"))
 
 
-STORM: list[dict[str, Any]] = [
-    {"error": "EIO"},
-    {"error": "ESTALE"},
-    {"error": "ENOSPC"},
-    {"most_bytes": 70_000},
-    {"most_bytes": 0, "times": 3},
-    {"ends_at": BLOCK_BYTES + 1},
-    {"delay_seconds": 0.05},
-    {"hang": True},
-]
+_ERRORS = [{"error": name} for name in ("EIO", "ESTALE", "ENOSPC")]
+_SHORT = [{"most_bytes": 70_000}, {"most_bytes": 0, "times": 3}, {"ends_at": BLOCK_BYTES + 1}]
+STORM: list[dict[str, Any]] = [*_ERRORS, *_SHORT, {"delay_seconds": 0.05}, {"hang": True}]
 OPERATIONS = ("read", "write", "open", "create", "getattr", "mkdir", "flush")
 
 

@@ -70,13 +70,9 @@ class _Recorder:
     def report(self, kernel: str, ptx: str) -> None:
         copies = re.findall(r"cp\.async\.c[ga]\.shared\.global [^;]*?, (0x[0-9a-f]+),", ptx)
         loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.b(\d+)", ptx)
-        found = {
-            "case": self.case,
-            "kernel": kernel,
-            "copies": sorted({int(size, 16) for size in copies}),
-            "loads": max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0),
-            "tensor_cores": sorted({*re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx)}),
-        }
+        found = {"case": self.case, "kernel": kernel, "copies": sorted({int(size, 16) for size in copies})}
+        found["loads"] = max((int(count or 1) * int(bits) // 8 for count, bits in loads), default=0)
+        found["tensor_cores"] = sorted({*re.findall(r"(?:wgmma\.mma_async|mma)\.sync[\w.]*", ptx)})
         print(json.dumps(found), flush=True)
 
 

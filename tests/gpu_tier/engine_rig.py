@@ -94,17 +94,10 @@ class PlainHooks:
         starts = [self.trackers[request].seq_len for request in requests]
         stops = [start + count for start, count in zip(starts, extend, strict=True)]
         positions = [i for start, stop in zip(starts, stops, strict=True) for i in range(start, stop)]
-        batch = ForwardBatch(
-            mode,
-            torch.tensor([*requests, *[0] * padding]),
-            torch.tensor([*stops, *[0] * padding], dtype=torch.int32),
-            torch.tensor([*range(len(positions)), *[-1] * padding]),
-            torch.tensor([*positions, *[0] * padding]),
-            torch.tensor([len(requests)], dtype=torch.int32),
-            tuple(requests),
-            tuple(stops),
-            tuple(extend),
-        )
+        rows = (torch.tensor([*requests, *[0] * padding]), torch.tensor([*stops, *[0] * padding], dtype=torch.int32))
+        slots = torch.tensor([*range(len(positions)), *[-1] * padding])
+        padded, count = torch.tensor([*positions, *[0] * padding]), torch.tensor([len(requests)], dtype=torch.int32)
+        batch = ForwardBatch(mode, *rows, slots, padded, count, tuple(requests), tuple(stops), tuple(extend))
         self.batches.append(batch)
         return batch
 

@@ -8,18 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+_WIDTHS = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = _WIDTHS | _HEADS | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
 _LATENT = {
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8, "v_head_dim": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,

@@ -98,17 +98,11 @@ def decode_batch(requests: list[int], lengths: list[int], rows: int | None = Non
     """Return a decode step; rows behind the requests are padding that points nowhere."""
     padding = (rows or len(requests)) - len(requests)
     seq_lens = torch.tensor(lengths + [1] * padding, dtype=torch.int32)
-    return ForwardBatch(
-        mode=Mode.DECODE,
-        req_pool_indices=torch.tensor(requests + [10**9] * padding, dtype=torch.int64),
-        seq_lens=seq_lens,
-        out_cache_loc=torch.zeros(len(seq_lens), dtype=torch.int64),
-        positions=seq_lens.long() - 1,
-        num_real_reqs=torch.tensor([len(requests)], dtype=torch.int32),
-        requests=tuple(requests),
-        lengths=tuple(lengths),
-        extend_lens=(1,) * len(requests),
-    )
+    pool_indices = torch.tensor(requests + [10**9] * padding, dtype=torch.int64)
+    slots, positions = torch.zeros(len(seq_lens), dtype=torch.int64), seq_lens.long() - 1
+    count, on_host = torch.tensor([len(requests)], dtype=torch.int32), (tuple(requests), tuple(lengths))
+    extend_lens = (1,) * len(requests)
+    return ForwardBatch(Mode.DECODE, pool_indices, seq_lens, slots, positions, count, *on_host, extend_lens)
 
 
 def selection_of(rows: list[list[list[int]]], width: int, unit: int) -> Selection:

@@ -313,13 +313,9 @@ OWN_METADATA = {name: SETTINGS[name] for name in ("quest", "quest per head", "ds
 
 def engine_metadata() -> SimpleNamespace:
     lengths = torch.tensor([9, 30, 0], dtype=torch.int32)
-    return SimpleNamespace(
-        page_table=torch.arange(15, dtype=torch.int32).view(3, 5),
-        cache_seqlens_int32=lengths,
-        cu_seqlens_k=torch.tensor([0, 9, 39, 39], dtype=torch.int32),
-        max_seq_len_k=30,
-        something_else=object(),
-    )
+    table, sums = torch.arange(15, dtype=torch.int32).view(3, 5), torch.tensor([0, 9, 39, 39], dtype=torch.int32)
+    of_engine = {"page_table": table, "cache_seqlens_int32": lengths, "cu_seqlens_k": sums, "max_seq_len_k": 30}
+    return SimpleNamespace(**of_engine, something_else=object())
 
 
 def test_an_engine_finds_its_metadata_as_it_was_bit_for_bit() -> None:
@@ -370,12 +366,8 @@ def inputs(heads: int, unit: int, traffic: Traffic) -> tuple[Selection, Residenc
     lengths = torch.tensor([3, 0, 0], dtype=torch.int32)[:, None].repeat(1, heads)
     selection = Selection(traffic.coordinator.algorithm.unit, unit, ids, lengths)
     plan = ResidencyPlan(torch.where(ids >= 0, ids * unit + 40, -1))
-    return (
-        selection,
-        plan,
-        torch.tensor([True, False, False]),
-        DenseRows(batch, traffic.coordinator.manager.tables.table, 12),
-    )
+    dense = DenseRows(batch, traffic.coordinator.manager.tables.table, 12)
+    return selection, plan, torch.tensor([True, False, False]), dense
 
 
 @pytest.mark.parametrize(

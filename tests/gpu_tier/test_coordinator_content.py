@@ -86,9 +86,7 @@ def test_i11_attention_reads_the_selected_rows(name: str, shape: str, options: d
         ("quest per head", "mha", {"host_layout": "page_head"}),
     ],
 )
-def test_hierarchical_decode_equals_sparse_decode_on_the_device_bit_for_bit(
-    name: str, shape: str, options: dict[str, Any]
-) -> None:
+def test_hierarchical_decode_equals_sparse_decode_bit_for_bit(name: str, shape: str, options: dict[str, Any]) -> None:
     # The smallest buffer that a step allows, so that nearly every step evicts and loads.
     small = 24 if name.startswith("quest") else 16
     outputs, loads = [], 0

@@ -72,9 +72,7 @@ def test_o1_tokens_not_on_the_host_are_never_evicted(name: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("config", [ORACLE, BLOCKS["pqcache"]], ids=["buffer", "blocks"])
-def test_o1_a_request_stays_dense_until_its_prompt_is_on_the_host(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o1_dense_until_the_prompt_is_on_the_host(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = MarkedTraffic(config, monkeypatch)
     traffic.runtime.holds_offloads = True
     request = traffic.begin(70, seed=1)
@@ -92,9 +90,7 @@ def test_o1_a_request_stays_dense_until_its_prompt_is_on_the_host(
 
 
 @pytest.mark.parametrize("name", LRU)
-def test_o2_to_o4_a_layers_fetch_attention_and_commit_follow_each_other(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o2_to_o4_a_layers_fetch_attention_and_commit_are_in_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = decode(MarkedTraffic(LRU[name], monkeypatch), 70).runtime.find
     for step in range(1, STEPS + 1):
         for layer in LAYERS:
@@ -107,9 +103,7 @@ def test_o2_to_o4_a_layers_fetch_attention_and_commit_follow_each_other(
 
 
 @pytest.mark.parametrize("name", LRU)
-def test_o3_a_newest_slot_is_written_again_only_after_its_copy_to_the_host(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_o3_a_newest_slot_is_rewritten_only_after_its_host_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = decode(MarkedTraffic(LRU[name], monkeypatch), 70).runtime.find
     for step in range(1, STEPS - 1):
         store = find("store", step, 0)
@@ -118,9 +112,7 @@ def test_o3_a_newest_slot_is_written_again_only_after_its_copy_to_the_host(
         assert all(store.happened_before(find("write_kv", step + 2, layer)) for layer in LAYERS)
 
 
-def test_a_streamed_piece_waits_for_its_last_tokens_copy_and_for_the_attention_that_reads_its_buffer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_streamed_piece_waits_for_its_last_tokens_copy_and_its_buffers_use(monkeypatch: pytest.MonkeyPatch) -> None:
     traffic = MarkedTraffic({"algorithm": "full_offload", "algo": {"chunk_tokens": 16}}, monkeypatch)
     streamed, attention = traffic.coordinator._stream, stream.decode_attn_paged
     assert streamed is not None
@@ -187,9 +179,7 @@ def test_o2_to_o4_a_layers_tokens_are_gathered_before_its_attention_and_wait_for
             assert attend.happened_before(committed)
 
 
-def test_o4_admissions_come_after_what_reads_their_places_and_before_the_layers_next_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_o4_admissions_follow_their_places_readers_and_precede_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     find = drawn_blocks(monkeypatch).runtime.find
     for step in range(1, STEPS):
         for layer in LAYERS:
@@ -219,12 +209,8 @@ def test_estimates_are_computed_beside_the_copies(name: str, monkeypatch: pytest
 
 
 SHAPE = Shape(layers=2, max_tokens=160)
-CASES = {
-    "dsa": DSA,
-    "dsa, nothing promoted": {**DSA, "promote_newest": False},
-    "quest": QUEST,
-    "quest, nothing promoted": {**QUEST, "promote_newest": False},
-}
+CASES = {"dsa": DSA, "quest": QUEST}
+CASES |= {f"{name}, nothing promoted": {**case, "promote_newest": False} for name, case in CASES.items()}
 
 
 def decoded_ahead(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, is_ahead: bool) -> torch.Tensor:
@@ -244,9 +230,7 @@ def decoded_ahead(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, *, is
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_tokens_whose_copy_the_host_has_not_seen_end_are_selected_all_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_whose_copy_may_not_have_ended_are_selected_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = decoded_ahead(CASES[name], monkeypatch, is_ahead=True)
     assert torch.equal(ahead, decoded_ahead(CASES[name], monkeypatch, is_ahead=False))
 
@@ -287,9 +271,7 @@ def test_loads_follow_their_copies_on_every_device(name: str, monkeypatch: pytes
     assert loaded > 20
 
 
-def test_a_prompt_of_which_a_part_is_on_the_host_alone_is_never_decoded_densely(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_partly_on_the_host_alone_is_never_decoded_densely(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last copy is still on its way when the prompt ends: it waits, since its first pages were given up."""
     traffic = MarkedTraffic({**QUEST, "prefill_window_tokens": 20}, monkeypatch, SHAPE)
     request = traffic.begin(60, seed=1)

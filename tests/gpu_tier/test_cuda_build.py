@@ -45,9 +45,7 @@ def test_without_nvcc_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("error", [PermissionError("read-only"), RuntimeError("no home")])
-def test_a_library_that_cannot_be_made_or_loaded_is_unavailable(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_not_made_or_loaded_is_unavailable(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing() -> Path:
         raise error
 

@@ -18,19 +18,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvcm.gpu_tier.engine import recall_model
 from kvcm.gpu_tier.engine.batch_engine import generate
 from kvcm.gpu_tier.engine.decode_engine import DecodeEngine
 from kvcm.gpu_tier.engine.decoder_models import LatentDecoder, LatentShape, LlamaDecoder, LlamaShape, rms_norm, rotate
-from kvcm.gpu_tier.engine.recall_model import (
-    KEYS,
-    SEPARATOR,
-    VOCAB,
-    QuestionPosition,
-    RecallModel,
-    load_recall_model,
-    recall_batch,
-    save_recall_model,
-)
 from kvcm.gpu_tier.errors import ConfigError, PoolExhaustedError, StateError
 from kvcm.gpu_tier.geometry import KVDtype, RowFormat
 from kvcm.gpu_tier.index.lightning_indexer import LightningIndexer, hadamard, index_rows, quantise
@@ -44,7 +35,7 @@ LATENT = LatentDecoder.random(LatentShape(num_layers=2))
 
 with torch.random.fork_rng():
     torch.manual_seed(0)
-    RECALL = RecallModel().requires_grad_(False)  # keeps the last hidden states of each request
+    RECALL = recall_model.RecallModel().requires_grad_(False)  # keeps the last hidden states of each request
 
 
 MODELS = pytest.mark.parametrize("model", [LLAMA, LATENT, RECALL], ids=["llama", "latent", "recall"])
@@ -70,9 +61,7 @@ def engine_of(model: Any, capacity: int = 1 << 30, **options: Any) -> tuple[Deco
     piece=st.integers(1, 50),
     pad_to=st.integers(0, 8),
 )
-def test_batches_of_unequal_lengths_equal_one_by_one(
-    model: Any, lengths: list[int], chunk: int, piece: int, pad_to: int
-) -> None:
+def test_unequal_batches_equal_one_by_one(model: Any, lengths: list[int], chunk: int, piece: int, pad_to: int) -> None:
     engine, hooks = engine_of(model, chunk_tokens=chunk, piece_tokens=piece, pad_to=pad_to)
     prompts = [prompt(length, seed) for seed, length in enumerate(lengths)]
     assert generate(engine, prompts, 3) == [greedy(model, p, 3) for p in prompts]
@@ -202,18 +191,10 @@ TOKENS = torch.randint(0, 128, (37,), generator=torch.Generator().manual_seed(1)
 
 
 def transformers_llama(shape: LlamaShape, weights: dict[str, Tensor]) -> Any:
-    config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.d_model,
-        intermediate_size=shape.d_ff,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_q_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.norm_eps,
-        rope_theta=shape.rope_theta,
-        tie_word_embeddings=False,
-    )
+    widths = {"vocab_size": shape.vocab, "hidden_size": shape.d_model, "intermediate_size": shape.d_ff}
+    heads = {"num_attention_heads": shape.num_q_heads, "num_key_value_heads": shape.num_kv_heads}
+    layers = {"num_hidden_layers": shape.num_layers, "head_dim": shape.head_dim, "rms_norm_eps": shape.norm_eps}
+    config = LlamaConfig(**widths, **heads, **layers, rope_theta=shape.rope_theta, tie_word_embeddings=False)
     model = LlamaForCausalLM(config).double().eval()
     model.load_state_dict(weights)
     return model
@@ -267,20 +248,20 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_training_and_decoding_compute_the_same_logits() -> None:
-    tokens = torch.randint(VOCAB, (23,), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(recall_model.VOCAB, (23,), generator=torch.Generator().manual_seed(1))
     trained = RECALL.logits(RECALL(tokens[None]))[0]
     torch.testing.assert_close(plain_forward(RECALL, tokens.tolist()), trained, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("position", ["none", "first", "last"])
-def test_answers_are_the_values_of_the_needles_that_are_asked(position: QuestionPosition) -> None:
-    batch = recall_batch(3, 20, 8, torch.Generator().manual_seed(0), position)
+def test_answers_are_the_values_of_the_needles_that_are_asked(position: recall_model.QuestionPosition) -> None:
+    batch = recall_model.recall_batch(3, 20, 8, torch.Generator().manual_seed(0), position)
     for context, questions, answers in zip(batch.context, batch.questions, batch.answers, strict=True):
-        assert int(context[-1]) == SEPARATOR
+        assert int(context[-1]) == recall_model.SEPARATOR
         text = context.tolist()
         begin = 1 + 8 * 4 if position == "first" else 0
         needles = [tuple(text[i : i + 4]) for i in range(begin, begin + 80, 4)]
-        assert all(value >= KEYS for *_, value in needles)
+        assert all(value >= recall_model.KEYS for *_, value in needles)
         assert len({needle[:3] for needle in needles}) == 20
         for question, answer in zip(questions.tolist(), answers.tolist(), strict=True):
             assert (*question, answer) in needles
@@ -289,11 +270,11 @@ def test_answers_are_the_values_of_the_needles_that_are_asked(position: Question
 
 def test_a_checkpoint_is_loaded_only_if_it_is_the_known_one(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    sha256 = save_recall_model(RECALL, path)
-    loaded = load_recall_model(path, sha256)
+    sha256 = recall_model.save_recall_model(RECALL, path)
+    loaded = recall_model.load_recall_model(path, sha256)
     assert all(torch.equal(a, b) for a, b in zip(RECALL.parameters(), loaded.parameters(), strict=True))
     with pytest.raises(ConfigError, match="SHA-256"):
-        load_recall_model(path, "0" * 64)
+        recall_model.load_recall_model(path, "0" * 64)
 
 
 def make(rope_dim: int = 8) -> LightningIndexer:

@@ -267,9 +267,7 @@ def _antidiagonal(q: Tensor, k: Tensor, stride: int) -> float:
     n=st.integers(1, 60), tokens=st.integers(1, BLOCK), stride=st.sampled_from([1, 2, 4, 8]),
     threshold=st.sampled_from([0.3, 0.6, 0.9]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_the_fewest_blocks_with_the_weight_are_chosen(
-    n: int, tokens: int, stride: int, threshold: float, seed: int
-) -> None:
+def test_the_fewest_blocks_with_the_weight_win(n: int, tokens: int, stride: int, threshold: float, seed: int) -> None:
     q, k, _, _ = hooks_with(n, seed)
     sparse, q = BlockSparse(BLOCK, stride, threshold), q[n - min(n, tokens) :]
     chosen = chosen_blocks(q, k, SCALE, sparse)

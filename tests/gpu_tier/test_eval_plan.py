@@ -20,6 +20,7 @@ from kvcm.gpu_tier.algorithms.base import AlgorithmContext
 from kvcm.gpu_tier.cli import main
 from kvcm.gpu_tier.config import ALGORITHMS, PQCacheConfig, SparseConfig
 from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval import report
 from kvcm.gpu_tier.eval.capacity_plan import (
     Limits,
     Plan,
@@ -32,16 +33,6 @@ from kvcm.gpu_tier.eval.capacity_plan import (
     time_of,
 )
 from kvcm.gpu_tier.eval.model_shapes import MODEL_SHAPES, Device, ModelShape, model_shape
-from kvcm.gpu_tier.eval.report import (
-    CLAIMS,
-    RETRIEVAL_CLAIMS,
-    ResultTable,
-    Status,
-    claims_table,
-    left_out_table,
-    plot_lines,
-    write,
-)
 from kvcm.gpu_tier.eval.roofline import Traffic, step_time, traffic, wave_traffic
 from kvcm.gpu_tier.kernels.lru_diff import DiffScratch
 from kvcm.gpu_tier.manager.residency import LruDiffPolicy
@@ -286,9 +277,7 @@ def _keeps(found: Plan, batch: int, shape: ModelShape, limits: Limits, config: S
 
 @given(st.sampled_from(list(MODEL_SHAPES.values())), st.sampled_from(list(ALGORITHMS)), workloads, limits_of_machines)
 @settings(max_examples=examples(600), deadline=None)
-def test_a_plan_is_the_largest_batch_that_keeps_every_limit(
-    shape: ModelShape, algorithm: str, work: Workload, limits: Limits
-) -> None:
+def test_a_plan_is_the_largest_in_limits(shape: ModelShape, algorithm: str, work: Workload, limits: Limits) -> None:
     config = SparseConfig(algorithm)
     found = plan(shape, DEVICE, config, work, limits)
     if found.batch:
@@ -388,8 +377,8 @@ def test_bad_arguments_are_named(arguments: list[str], message: str, capsys: pyt
 
 
 def test_a_table_is_markdown_and_json(tmp_path: Path) -> None:
-    table = ResultTable("Rates", ("case", "rate"), (("a|b", 0.12345), ("c", None), ("d", 7)), "As measured.")
-    write("Results", [table], tmp_path / "new", plots=("rates.svg",))
+    table = report.ResultTable("Rates", ("case", "rate"), (("a|b", 0.12345), ("c", None), ("d", 7)), "As measured.")
+    report.write("Results", [table], tmp_path / "new", plots=("rates.svg",))
     text = (tmp_path / "new" / "report.md").read_text()
     assert "| a\\|b | 0.123 |" in text
     assert "| c | – |" in text
@@ -402,18 +391,22 @@ def test_a_table_is_markdown_and_json(tmp_path: Path) -> None:
 
 def test_a_row_with_a_cell_too_many_is_refused() -> None:
     with pytest.raises(ConfigError, match="must have the 1 columns"):
-        ResultTable("t", ("one",), ((1, 2),))
+        report.ResultTable("t", ("one",), ((1, 2),))
 
 
 def test_every_claim_has_a_status_and_shows_our_figure_only_if_there_is_one() -> None:
-    assert len({claim.key for claim in (*CLAIMS, *RETRIEVAL_CLAIMS)}) == len(CLAIMS) + len(RETRIEVAL_CLAIMS)
-    table = claims_table({"hit_rate": "0.81"})
+    assert len({claim.key for claim in (*report.CLAIMS, *report.RETRIEVAL_CLAIMS)}) == len(report.CLAIMS) + len(
+        report.RETRIEVAL_CLAIMS
+    )
+    table = report.claims_table({"hit_rate": "0.81"})
     shown = {row[1]: row for row in table.rows}
-    measured = next(claim for claim in CLAIMS if claim.key == "hit_rate")
+    measured = next(claim for claim in report.CLAIMS if claim.key == "hit_rate")
     assert shown[measured.claim][4] == "0.81"
     assert sum(row[4] is not None for row in table.rows) == 1
-    assert {row[3] for row in (*table.rows, *claims_table({}, RETRIEVAL_CLAIMS).rows)} == {s.value for s in Status}
-    assert any("MagicPIG" in str(row[0]) for row in left_out_table().rows)
+    assert {row[3] for row in (*table.rows, *report.claims_table({}, report.RETRIEVAL_CLAIMS).rows)} == {
+        s.value for s in report.Status
+    }
+    assert any("MagicPIG" in str(row[0]) for row in report.left_out_table().rows)
 
 
 def test_a_plot_is_the_same_file_every_time(tmp_path: Path) -> None:
@@ -421,6 +414,6 @@ def test_a_plot_is_the_same_file_every_time(tmp_path: Path) -> None:
     panels = {"mid": {"quest": [(20.0, 0.9), (10.0, 0.6)], "oracle": [(10.0, 1.0), (20.0, 1.0)]}}
     paths = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for path in paths:
-        plot_lines(panels, "tokens", "recall", path, log_x=True)
+        report.plot_lines(panels, "tokens", "recall", path, log_x=True)
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert "recall" in paths[0].read_text()

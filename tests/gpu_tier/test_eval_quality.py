@@ -16,26 +16,10 @@ from thoroughness import examples
 from kvcm.gpu_tier.config import PQCacheConfig, RetroInferConfig, SparseConfig
 from kvcm.gpu_tier.engine.recall_model import RecallBatch, RecallModel, load_recall_model, recall_batch
 from kvcm.gpu_tier.errors import ConfigError
+from kvcm.gpu_tier.eval import quality
 from kvcm.gpu_tier.eval.hit_rates import exact_selections, hit_rates, pq_hits, simulate, trace, wave_hits
 from kvcm.gpu_tier.eval.methods import METHODS, OBSERVED, RETRIEVAL, method, pq_top, retrieving, wave_share
-from kvcm.gpu_tier.eval.quality import (
-    ERROR_TOLERANCE,
-    EXPECTED,
-    TOLERANCE,
-    Driven,
-    QualityResult,
-    attended,
-    attention_weights,
-    concentration,
-    errors,
-    evaluate,
-    kv_bytes,
-    mass_recall,
-    method_for_bytes,
-    recall_at,
-    selections,
-    steady_tokens,
-)
+from kvcm.gpu_tier.eval.quality import selections
 from kvcm.gpu_tier.eval.recall import RecallRun, recall, tokens_for_bytes
 from kvcm.gpu_tier.eval.synth import Adversarial, KVSample, Regime, adversarial, kv, rotated
 from kvcm.gpu_tier.types import Selection, TokenRanges
@@ -52,49 +36,47 @@ def sample(regime: Regime, seed: int) -> KVSample:
 
 
 @cache
-def results(name: str, regime: Regime, share: float) -> tuple[QualityResult, ...]:
+def results(name: str, regime: Regime, share: float) -> tuple[quality.QualityResult, ...]:
     config = method(name, round(share * TOKENS), TOKENS)
-    return tuple(evaluate(config, sample(regime, seed), recall_k=32) for seed in range(2))
+    return tuple(quality.evaluate(config, sample(regime, seed), recall_k=32) for seed in range(2))
 
 
 def test_a_perfect_selection_scores_one_and_everything_has_no_error() -> None:
     x = sample(Regime.MID, 0)
-    weights = attention_weights(x.q, x.k, x.scale)
+    weights = quality.attention_weights(x.q, x.k, x.scale)
     everything = torch.ones(len(x.q), TOKENS, dtype=torch.bool)
-    steady = steady_tokens(TOKENS)
-    assert recall_at(32, weights, everything, steady) == 1
-    assert mass_recall(weights, everything, steady) == pytest.approx(1)
+    steady = quality.steady_tokens(TOKENS)
+    assert quality.recall_at(32, weights, everything, steady) == 1
+    assert quality.mass_recall(weights, everything, steady) == pytest.approx(1)
     full = weights @ x.v
-    error = errors(attended(weights, x.v, everything), full, x.v)
+    error = quality.errors(quality.attended(weights, x.v, everything), full, x.v)
     assert error.relative == pytest.approx(0, abs=1e-5)
     assert error.cosine == pytest.approx(1)
 
 
 def test_recall_counts_only_tokens_outside_the_steady_zone() -> None:
     weights = torch.tensor([[[0.4, 0.3, 0.1, 0.15, 0.05]]])
-    steady = steady_tokens(5, TokenRanges(sink=1, local=1))
+    steady = quality.steady_tokens(5, TokenRanges(sink=1, local=1))
     assert steady.tolist() == [True, False, False, False, True]
     only_steady = steady[None]
-    assert recall_at(2, weights, only_steady, steady) == 0
-    assert recall_at(2, weights, torch.tensor([[False, True, True, False, False]]), steady) == 0.5
-    assert recall_at(2, weights, torch.tensor([[False, True, False, True, False]]), steady) == 1
+    assert quality.recall_at(2, weights, only_steady, steady) == 0
+    assert quality.recall_at(2, weights, torch.tensor([[False, True, True, False, False]]), steady) == 0.5
+    assert quality.recall_at(2, weights, torch.tensor([[False, True, False, True, False]]), steady) == 1
     # Steady 0.45; chosen 0.3 + 0.1, the best two others 0.3 + 0.15.
     chosen = torch.tensor([[False, True, True, False, False]])
-    assert mass_recall(weights, chosen, steady) == pytest.approx(0.85 / 0.90)
+    assert quality.mass_recall(weights, chosen, steady) == pytest.approx(0.85 / 0.90)
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(seed=st.integers(0, 2**31), tokens=st.integers(8, 60), chosen=st.floats(0, 1), k=st.integers(1, 8))
-def test_no_selection_beats_the_best_and_more_tokens_never_find_less(
-    seed: int, tokens: int, chosen: float, k: int
-) -> None:
+def test_nothing_beats_the_best_and_more_tokens_never_find_less(seed: int, tokens: int, chosen: float, k: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = torch.softmax(3 * torch.randn(3, 2, tokens, generator=generator), -1)
-    steady = steady_tokens(tokens, TokenRanges(sink=2, local=3))
+    steady = quality.steady_tokens(tokens, TokenRanges(sink=2, local=3))
     some = torch.rand(3, tokens, generator=generator) < chosen
     more = some | (torch.rand(3, tokens, generator=generator) < 0.3)
-    assert 0 <= mass_recall(weights, some, steady) <= 1 + 1e-6
-    assert 0 <= recall_at(k, weights, some, steady) <= recall_at(k, weights, more, steady) <= 1
+    assert 0 <= quality.mass_recall(weights, some, steady) <= 1 + 1e-6
+    assert 0 <= quality.recall_at(k, weights, some, steady) <= quality.recall_at(k, weights, more, steady) <= 1
 
 
 @pytest.mark.parametrize("regime", Regime)
@@ -118,7 +100,7 @@ def test_quest_finds_more_with_more_pages(regime: Regime) -> None:
 @pytest.mark.parametrize("case", Adversarial)
 @pytest.mark.parametrize("name", ["oracle", "quest", "streaming_llm", "wave", "pq m4b8"])
 def test_adversarial_inputs_give_sound_outputs(case: Adversarial, name: str) -> None:
-    result = evaluate(
+    result = quality.evaluate(
         method(name, 512, 4096), adversarial(case, 4096, 64, 3, 4, seed=1, observed=OBSERVED), recall_k=32
     )
     assert 0 <= result.recall <= 1
@@ -136,14 +118,14 @@ SHARP, MID, DIFFUSE = Regime.SHARP, Regime.MID, Regime.DIFFUSE
 
 
 @cache
-def wave(regime: Regime) -> tuple[QualityResult, ...]:
-    return tuple(evaluate(WAVE, sample(regime, seed), 32) for seed in RETRIEVAL_SEEDS)
+def wave(regime: Regime) -> tuple[quality.QualityResult, ...]:
+    return tuple(quality.evaluate(WAVE, sample(regime, seed), 32) for seed in RETRIEVAL_SEEDS)
 
 
 @cache
-def pq(m: int, b: int, share: float, regime: Regime) -> tuple[QualityResult, ...]:
+def pq(m: int, b: int, share: float, regime: Regime) -> tuple[quality.QualityResult, ...]:
     config = SparseConfig("pqcache", algo=pq_top(m, b, round(share * TOKENS)))
-    return tuple(evaluate(config, sample(regime, seed), 32) for seed in RETRIEVAL_SEEDS)
+    return tuple(quality.evaluate(config, sample(regime, seed), 32) for seed in RETRIEVAL_SEEDS)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +163,7 @@ def test_coarse_codes_find_most_and_fine_ones_more(regime: Regime) -> None:
 @pytest.mark.parametrize("name", RETRIEVAL)
 def test_methods_attend_to_about_their_budget(name: str) -> None:
     for share in (0.05, 0.2):
-        result = evaluate(method(name, round(share * TOKENS), TOKENS), sample(MID, 0))
+        result = quality.evaluate(method(name, round(share * TOKENS), TOKENS), sample(MID, 0))
         # A cluster is attended to whole.
         slack = 0.35 * share * TOKENS if METHODS[name].algorithm == "retroinfer" else 1
         assert result.tokens == pytest.approx(share * TOKENS, abs=slack)
@@ -194,15 +176,15 @@ def test_methods_attend_to_about_their_budget(name: str) -> None:
 )
 def test_equal_bytes_leave_fewer_tokens_to_methods_with_a_representation(name: str, index: float, slack: float) -> None:
     x = sample(MID, 0)
-    config = method_for_bytes(name, kv_bytes(0.2 * TOKENS, 128), x)
+    config = quality.method_for_bytes(name, quality.kv_bytes(0.2 * TOKENS, 128), x)
     assert config is not None
-    result = evaluate(config, x)
-    assert result.representation_bytes / kv_bytes(TOKENS, 128) == pytest.approx(index, abs=0.01)
+    result = quality.evaluate(config, x)
+    assert result.representation_bytes / quality.kv_bytes(TOKENS, 128) == pytest.approx(index, abs=0.01)
     assert result.tokens <= (0.2 - index) * (1 + slack) * TOKENS + 32
 
 
 def test_a_budget_that_a_representation_takes_whole_leaves_no_method() -> None:
-    assert method_for_bytes("quest", kv_bytes(0.06 * TOKENS, 128), sample(MID, 0)) is None
+    assert quality.method_for_bytes("quest", quality.kv_bytes(0.06 * TOKENS, 128), sample(MID, 0)) is None
 
 
 def test_a_seed_gives_the_same_sample_and_another_gives_another() -> None:
@@ -214,30 +196,32 @@ def test_a_seed_gives_the_same_sample_and_another_gives_another() -> None:
 def test_a_giant_cluster_is_estimated_whole() -> None:
     x = adversarial(Adversarial.EQUAL, 3000, 64, 4, 4, seed=1)
     config = SparseConfig("retroinfer", algo=RetroInferConfig(estimation=1.0))
-    driven = Driven(config, x)
+    driven = quality.Driven(config, x)
     found = driven.choices()
     # All keys are the same: one cluster has them all, no buffer holds it, and its estimate is exact.
     assert int(driven.cluster_sizes.max()) == 3000 - 68
     assert int(found.selected.sum(1).max()) == 68
     assert bool((found.estimated | found.selected).all())
-    assert evaluate(config, x).errors.relative < 0.02  # what bf16 leaves of centroid and sum of values
+    assert quality.evaluate(config, x).errors.relative < 0.02  # what bf16 leaves of centroid and sum of values
 
 
 @pytest.mark.parametrize("regime", Regime)
 def test_attention_is_as_concentrated_and_as_steady_as_the_regime_says(regime: Regime) -> None:
-    found = [concentration(kv(32768, 128, 16, 4, regime, seed, observed=OBSERVED)) for seed in range(4)]
-    expected = EXPECTED[regime]
+    found = [quality.concentration(kv(32768, 128, 16, 4, regime, seed, observed=OBSERVED)) for seed in range(4)]
+    expected = quality.EXPECTED[regime]
     for field in ("mass", "overlap", "wide_overlap"):
         mean = fmean(getattr(one, field) for one in found)
-        assert mean == pytest.approx(getattr(expected, field), abs=TOLERANCE), field
+        assert mean == pytest.approx(getattr(expected, field), abs=quality.TOLERANCE), field
     if expected.exact_error:
-        assert fmean(one.exact_error for one in found) == pytest.approx(expected.exact_error, rel=ERROR_TOLERANCE)
+        assert fmean(one.exact_error for one in found) == pytest.approx(
+            expected.exact_error, rel=quality.ERROR_TOLERANCE
+        )
     assert all(one.lasting < one.overlap for one in found)
 
 
 def test_equal_attention_has_no_top() -> None:
     flat = adversarial(Adversarial.EQUAL, 1000, 32, 3, 2, seed=0)
-    assert concentration(flat).mass == pytest.approx(0.018, rel=1e-3)
+    assert quality.concentration(flat).mass == pytest.approx(0.018, rel=1e-3)
 
 
 def test_rope_keeps_lengths_and_depends_only_on_distance() -> None:
@@ -333,9 +317,9 @@ PQ = pq_top(4, 8, 819)
 
 
 @cache
-def chosen(algorithm: str) -> tuple[Driven, list[Selection]]:
+def chosen(algorithm: str) -> tuple[quality.Driven, list[Selection]]:
     algo = WAVE_ALGO if algorithm == "retroinfer" else PQ
-    driven = Driven(SparseConfig(algorithm, algo=algo), kv(CACHE_TOKENS, 128, 24, 4, Regime.MID, 0, OBSERVED))
+    driven = quality.Driven(SparseConfig(algorithm, algo=algo), kv(CACHE_TOKENS, 128, 24, 4, Regime.MID, 0, OBSERVED))
     return driven, driven.selections()
 
 
@@ -474,5 +458,5 @@ def test_representations_are_taken_from_a_budget_of_bytes() -> None:
 )
 def test_one_needle_is_found_by_methods_that_observe(name: str, found: int) -> None:
     x = adversarial(Adversarial.NEEDLE, 4096, 64, 8, 4, 0, OBSERVED)
-    weights = attention_weights(x.q, x.k, x.scale)
-    assert recall_at(1, weights, selections(method(name, 512, 4096), x), steady_tokens(4096)) == found
+    weights = quality.attention_weights(x.q, x.k, x.scale)
+    assert quality.recall_at(1, weights, selections(method(name, 512, 4096), x), quality.steady_tokens(4096)) == found

@@ -88,9 +88,7 @@ def found(this: Any, metric: str) -> list[Any]:
     return [row for row in this.rows if metric in row.metric]
 
 
-def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(capsys: pytest.CaptureFixture[str]) -> None:
     calls = []
 
     def step() -> None:
@@ -109,9 +107,7 @@ def test_a_step_that_cannot_be_captured_is_timed_with_its_launches(
 
 
 @pytest.mark.parametrize(("share", "stated"), [(0.7, 0), (0.8, 1)])
-def test_k3_states_a_speed_up_over_a_good_baseline_only(
-    monkeypatch: pytest.MonkeyPatch, share: float, stated: int
-) -> None:
+def test_k3_speed_ups_are_over_a_good_baseline_only(monkeypatch: pytest.MonkeyPatch, share: float, stated: int) -> None:
     k3 = script("k3_decode_attention")
     monkeypatch.setattr(k3, "QUICK", [(*k3.CASES[2][:2], [(2, 128)])])
     monkeypatch.setattr(k3, "SELECTED", 16)
@@ -123,9 +119,7 @@ def test_k3_states_a_speed_up_over_a_good_baseline_only(
     assert (round(target.ratio, 2), target.ok) == (share, bool(stated))
 
 
-def test_measured_rows_are_published_when_a_case_fails(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_rows_are_published_when_a_case_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def measure(this: Any) -> None:
         this.add_time("case", this.time("case", lambda: None))
         raise ValueError("broken")
@@ -139,9 +133,7 @@ def test_measured_rows_are_published_when_a_case_fails(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_kernel_that_fails_does_not_hide_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_kernel_hides_no_others(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     check, this = script("check_device"), device_run()
 
     def broken(impl: str) -> tuple[torch.Tensor, ...]:
@@ -171,9 +163,7 @@ def test_a_kernel_that_fails_does_not_hide_the_others(
         (0.9, (False, True), "only the baseline was captured in a graph"),
     ],
 )
-def test_a_speed_up_needs_a_good_baseline_timed_in_the_same_way(
-    share: float, graphs: tuple[bool, bool], reason: str
-) -> None:
+def test_a_speed_up_needs_a_good_baseline_timed_alike(share: float, graphs: tuple[bool, bool], reason: str) -> None:
     this = device_run()
     this.add_speed_up("case", "dense", 3.0, share, graphs)
     (row,) = this.rows

@@ -32,19 +32,11 @@ SLOTS = 96
 MLA = Shape(1, 8, 48, KVDtype.F32, rope=16)
 
 
-SHAPES = [
-    Shape(2, 1, 64, KVDtype.F32),
-    Shape(2, 4, 128, KVDtype.F32),
-    Shape(3, 2, 80, KVDtype.F32),
-    Shape(2, 4, 64, KVDtype.F16),
-    Shape(2, 4, 128, KVDtype.BF16),
-    Shape(2, 4, 64, KVDtype.FP8),
-    Shape(1, 20, 128, KVDtype.FP8),
-    MLA,
-    Shape(1, 4, 80, KVDtype.BF16, rope=16),
-    Shape(1, 4, 80, KVDtype.FP8, rope=16),
-    Shape(1, 4, 576, KVDtype.FP8, rope=64),
-]
+EXACT = [Shape(*sizes, KVDtype.F32) for sizes in ((2, 1, 64), (2, 4, 128), (3, 2, 80))]
+HALF = [Shape(2, 4, 64, KVDtype.F16), Shape(2, 4, 128, KVDtype.BF16)]
+CODED = [Shape(2, 4, 64, KVDtype.FP8), Shape(1, 20, 128, KVDtype.FP8)]
+ROTATED = [Shape(1, 4, 80, dtype, rope=16) for dtype in (KVDtype.BF16, KVDtype.FP8)]
+SHAPES = [*EXACT, *HALF, *CODED, MLA, *ROTATED, Shape(1, 4, 576, KVDtype.FP8, rope=64)]
 
 
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -250,9 +242,7 @@ def test_f64_stays_f64_and_bf16_is_computed_in_f32() -> None:
     offset=st.integers(-8, 45),
     seed=st.randoms(use_true_random=False),
 )
-def test_split_attention_merges_to_the_whole_in_any_order(
-    tokens: int, keys: int, cuts: list[int], offset: int, seed: object
-) -> None:
+def test_attention_parts_merge_in_any_order(tokens: int, keys: int, cuts: list[int], offset: int, seed: object) -> None:
     q, k, v = problem(tokens, keys)
     edges = sorted({0, keys, *(c for c in cuts if c <= keys)})
     parts = [causal_partial(q, k[a:b], v[a:b], 0.3, offset - a) for a, b in pairwise(edges)]

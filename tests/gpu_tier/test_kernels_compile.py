@@ -45,9 +45,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
         ("token 8x4-d64r0-f32", 16),
     ],
 )
-def test_rows_are_copied_in_the_widest_pieces_that_their_size_allows(
-    launches: Launches, case: str, widest: int
-) -> None:
+def test_rows_are_copied_in_the_widest_pieces_their_size_allows(launches: Launches, case: str, widest: int) -> None:
     split = launches[case, "_split"]
     assert max(split["copies"]) == widest
     assert bool(split["tensor_cores"]) == (not case.endswith("f32"))

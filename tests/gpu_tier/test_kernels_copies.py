@@ -344,9 +344,7 @@ def _check(dst: HostKVPool | DeviceKVPool, wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_items_go_where_they_were_sent_and_nothing_else_changes(
-    name: str, layout: Layout, engine: Engine, kernels: str, on: str
-) -> None:
+def test_items_go_where_sent_and_nowhere_else(name: str, layout: Layout, engine: Engine, kernels: str, on: str) -> None:
     geometry = GEOMETRIES[name]
     host, device, transfer = _pools(geometry, layout, CONFIG.replaced(kernels=kernels), on)
     assert host.is_device_readable

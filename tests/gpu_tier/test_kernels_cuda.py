@@ -158,9 +158,7 @@ def moved_by_the_reference(kind: str, heads: int, layout: Layout, unit: int) -> 
 
 
 @pytest.mark.parametrize(("kind", "heads", "layout", "unit"), FUSED)
-def test_the_fused_copies_are_those_of_the_plan(
-    emulated: ctypes.CDLL, kind: str, heads: int, layout: Layout, unit: int
-) -> None:
+def test_fused_copies_follow_the_plan(emulated: ctypes.CDLL, kind: str, heads: int, layout: Layout, unit: int) -> None:
     swap_in = pools(GEOMETRIES[kind], layout, ITEMS * unit, (CAPACITY + 2) * unit)
     arguments, state, out = fused_step(heads, unit), fused_state(heads, unit), fused_outputs(heads)
     given = cuda.arguments(*arguments, state, out, unit)
@@ -276,9 +274,7 @@ def emulated_transfer(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_random_rows_equal_the_reference(
-    emulated_transfer: ctypes.CDLL, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_equal_the_reference(emulated_transfer: ctypes.CDLL, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = codes_of(emulated_transfer, monkeypatch)
     each = examples(80) // 4
     for seed in range(part * each, (part + 1) * each):

@@ -140,9 +140,7 @@ def test_quest_arguments_are_checked() -> None:
 # indexer_score -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "dims", "page_tokens"), [(4, 64, 16), (64, 128, 64), (3, 32, 5)])
-def test_indexer_scores_have_their_scales_before_or_after_the_relu(
-    impl: str, heads: int, dims: int, page_tokens: int
-) -> None:
+def test_indexer_scores_scale_before_or_after_the_relu(impl: str, heads: int, dims: int, page_tokens: int) -> None:
     device = where(impl)
     g = torch.Generator().manual_seed(dims)
     row = RowFormat(dims, KVDtype.FP8)
@@ -212,9 +210,7 @@ def direct(table: Tensor, codes: Tensor, pages: Tensor, width: int) -> Tensor:
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("heads", "group", "parts", "bits"), [(2, 4, 4, 8), (1, 5, 3, 4), (3, 1, 1, 2)])
 @pytest.mark.parametrize("page_tokens", [64, 25])
-def test_scores_are_sums_of_the_table(
-    impl: str, heads: int, group: int, parts: int, bits: int, page_tokens: int
-) -> None:
+def test_scores_are_sums_of_a_table(impl: str, heads: int, group: int, parts: int, bits: int, page_tokens: int) -> None:
     table, codes, *rest = problem(heads, group, parts, bits, page_tokens, 11)
     for width in (200, 170):
         out = torch.full((*table.shape[:2], width + 5), torch.nan, device=where(impl))[..., :width]
@@ -383,9 +379,7 @@ def test_centroids_move_to_the_mean_of_their_rows(impl: str, spherical: bool, di
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("spherical", "wanted"), [(True, [[0.0, 1.0], [0.6, 0.8]]), (False, [[0.0, 0.0], [3.0, 4.0]])])
-def test_a_spherical_centroid_whose_rows_cancel_out_stays(
-    impl: str, spherical: bool, wanted: list[list[float]]
-) -> None:
+def test_a_spherical_centroid_whose_rows_cancel_stays(impl: str, spherical: bool, wanted: list[list[float]]) -> None:
     x = torch.tensor([[[1.0, 2.0], [-1.0, -2.0], [3.0, 4.0]]])
     moved, _ = update(impl, x, ints([0, 0, 1])[None], torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]), spherical)
     torch.testing.assert_close(moved, torch.tensor([wanted]))

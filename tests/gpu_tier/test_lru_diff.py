@@ -8,26 +8,11 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
+import lru_model
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lru_model import (
-    Case,
-    Outcome,
-    RandomSteps,
-    Steps,
-    World,
-    clone_state,
-    copied,
-    decode_batch,
-    geometry_of,
-    outputs_equal,
-    random_case,
-    random_state,
-    selection_of,
-    states_equal,
-)
 from thoroughness import examples
 from torch import Tensor
 
@@ -44,13 +29,13 @@ def pad(values: list[int], width: int) -> list[int]:
     return values + [-1] * (width - len(values))
 
 
-def check_plan(world: World, steps: Steps) -> None:
+def check_plan(world: lru_model.World, steps: lru_model.Steps) -> None:
     """The plan is the model's; rows without an outcome are empty."""
     plan, width = steps.plan, world.case.width
     assert plan.misses is not None
     assert plan.evicted_items is not None
     assert plan.evicted_slots is not None
-    nothing = Outcome([])
+    nothing = lru_model.Outcome([])
     for b in range(steps.batch.rows):
         request = steps.batch.requests[b] if b < steps.batch.num_real else -1
         for h in range(world.case.heads):
@@ -73,7 +58,7 @@ def check_plan(world: World, steps: Steps) -> None:
                 assert (plan.promotion.src[b, h], plan.promotion.dst[b, h]) == (source, target)
 
 
-def check_state(world: World, layer: int) -> None:
+def check_state(world: lru_model.World, layer: int) -> None:
     state = world.policy.layer_state(layer)
     for (buffer_layer, request, head), buffer in world.buffers.items():
         if buffer_layer == layer:
@@ -82,8 +67,8 @@ def check_state(world: World, layer: int) -> None:
             assert state.newest_item[request, head] == buffer.newest
 
 
-def check_history(case: Case, kernels: str) -> None:
-    world = World(case, kernels)
+def check_history(case: lru_model.Case, kernels: str) -> None:
+    world = lru_model.World(case, kernels)
     totals: Counter[str] = Counter()
     for _ in range(world.case.steps):
         world.admit_another()
@@ -106,14 +91,14 @@ def check_history(case: Case, kernels: str) -> None:
 @settings(max_examples=examples(2400), deadline=None)
 @given(seed=SEEDS)
 def test_histories_are_those_of_the_model(seed: int) -> None:
-    check_history(random_case(seed), "reference")
+    check_history(lru_model.random_case(seed), "reference")
 
 
 @pytest.mark.parametrize("part", range(5))
 def test_histories_of_the_triton_kernel_are_those_of_the_model(part: int) -> None:
     each = examples(100) // 5
     for seed in range(part * each, (part + 1) * each):
-        case = random_case(seed)
+        case = lru_model.random_case(seed)
         # The interpreter takes about 10 ms for a row and head.
         check_history(replace(case, steps=min(case.steps, 4), requests=2, layers=1), "triton")
 
@@ -121,7 +106,7 @@ def test_histories_of_the_triton_kernel_are_those_of_the_model(part: int) -> Non
 class Watcher:
     """Checks the invariants on what the policy did, with nothing of the model but which steps were fast."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: lru_model.World) -> None:
         self.world = world
         self.used: dict[tuple[int, int, int, int], int] = {}  # layer, request, head, item
         self.now = 0
@@ -130,15 +115,15 @@ class Watcher:
         self.now += 1
         admitted = self.world.admit_another()
         self.used = {key: step for key, step in self.used.items() if key[1] != admitted}
-        before = {layer: clone_state(self.world.policy, layer) for layer in self.world.geometry.layers}
+        before = {layer: lru_model.clone_state(self.world.policy, layer) for layer in self.world.geometry.layers}
         for steps in self.world.step():
-            after = clone_state(self.world.policy, steps.layer)
+            after = lru_model.clone_state(self.world.policy, steps.layer)
             for b in range(steps.batch.num_real):
                 for h in range(self.world.case.heads) if steps.mask[b] else ():
                     self.check(steps, b, h, before[steps.layer], after)
             self.check_untouched(steps, before[steps.layer], after)
 
-    def check_untouched(self, steps: Steps, old: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    def check_untouched(self, steps: lru_model.Steps, old: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         active = {r for b, r in enumerate(steps.batch.requests) if steps.mask[b]}
         for request in set(self.world.locations) - active:
             for name in set(old) - {"host_loc"}:
@@ -146,7 +131,7 @@ class Watcher:
         idle = [b for b in range(steps.batch.rows) if b >= steps.batch.num_real or not steps.mask[b]]
         assert (steps.plan.device_slot[idle] == -1).all(), "I10: a padding row was planned"
 
-    def check(self, steps: Steps, b: int, h: int, old: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    def check(self, steps: lru_model.Steps, b: int, h: int, old: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         world, plan = self.world, steps.plan
         request, outcome = steps.batch.requests[b], steps.outcomes[b, h]
         held_before, held = old["slot_item"][request, h].tolist(), after["slot_item"][request, h].tolist()
@@ -194,7 +179,7 @@ class Watcher:
 @settings(max_examples=examples(1000), deadline=None)
 @given(SEEDS)
 def test_invariants_i1_to_i8_and_i10(seed: int) -> None:
-    watcher = Watcher(World(random_case(seed)))
+    watcher = Watcher(lru_model.World(lru_model.random_case(seed)))
     for _ in range(watcher.world.case.steps):
         watcher.watch()
 
@@ -202,7 +187,7 @@ def test_invariants_i1_to_i8_and_i10(seed: int) -> None:
 @settings(max_examples=examples(400), deadline=None)
 @given(SEEDS)
 def test_i9_a_step_repeated_loads_nothing(seed: int) -> None:
-    world = World(random_case(seed))
+    world = lru_model.World(lru_model.random_case(seed))
     for _ in range(world.case.steps):
         for steps in world.step():
             if any(outcome.errors for outcome in steps.outcomes.values()):
@@ -223,15 +208,15 @@ def test_i9_a_step_repeated_loads_nothing(seed: int) -> None:
 @settings(max_examples=examples(300), deadline=None)
 @given(SEEDS)
 def test_i12_items_of_a_request_that_fits_are_loaded_once(seed: int) -> None:
-    case = Case(
+    case = lru_model.Case(
         seed, capacity=32, width=8, unit=1, heads=1, steps=12, promote=seed % 2 == 0, loads_hottest=False, lag=0,
         jumps=True, max_items=32,
     )  # fmt: skip
-    world = World(case)
+    world = lru_model.World(case)
     loads: Counter[tuple[int, int, int]] = Counter()
     for _ in range(case.steps):
         world.grow([0, 1, 2])
-        batch = decode_batch([0, 1, 2], [world.tokens[r] for r in range(3)])
+        batch = lru_model.decode_batch([0, 1, 2], [world.tokens[r] for r in range(3)])
         for layer in world.geometry.layers:
             steps = world.layer_step(layer, batch, [True] * 3)
             for (b, _), outcome in steps.outcomes.items():
@@ -244,18 +229,18 @@ def on(device: str, values: Any) -> Any:
     return replace(values, **{field.name: getattr(values, field.name).to(device) for field in fields(values)})
 
 
-def equals_the_reference(steps: RandomSteps, run: Callable[..., object], device: str = "cpu") -> None:
+def equals_the_reference(steps: lru_model.RandomSteps, run: Callable[..., object], device: str = "cpu") -> None:
     """Check four steps of an implementation, which gets the arguments of `ref.run`."""
     theirs, first = steps.state, steps.outputs()
-    mine, second = on(device, copied(theirs)), on(device, steps.outputs())
+    mine, second = on(device, lru_model.copied(theirs)), on(device, steps.outputs())
     shape = (3, 2, theirs.host_loc.shape[1], steps.capacity)
     scratch, other = (DiffScratch(*shape, torch.device(place)) for place in ("cpu", device))
     for number in range(4):
         arguments = steps.step(number)
         ref.run(*arguments, theirs, first, scratch, **steps.options)
         run(*(a.to(device) for a in arguments), mine, second, other, **steps.options)
-        outputs_equal(on("cpu", second), first)
-        states_equal(on("cpu", mine), theirs)
+        lru_model.outputs_equal(on("cpu", second), first)
+        lru_model.states_equal(on("cpu", mine), theirs)
         assert (other.item_slot == -1).all(), "the direct map has to be empty between calls"
 
 
@@ -266,7 +251,7 @@ def test_larger_shapes_equal_the_reference(capacity: int, seeds: int, block: int
     from kvcm.gpu_tier.kernels.lru_diff import triton_impl
 
     for seed in range(seeds):
-        equals_the_reference(RandomSteps(seed, capacity), partial(triton_impl.run, block=block))
+        equals_the_reference(lru_model.RandomSteps(seed, capacity), partial(triton_impl.run, block=block))
 
 
 @pytest.mark.parametrize(("block", "warps"), [(16, 1), (32, 1), (64, 2), (128, 4), (1024, 4)])
@@ -280,7 +265,7 @@ def test_no_two_warps_hold_the_same_numbers(block: int, warps: int, monkeypatch:
             return lambda *_args, **options: launches.append(options)
 
     monkeypatch.setattr(triton_impl, "_diff", Launched())
-    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    state = lru_model.random_state(8, 40, torch.Generator().manual_seed(0))
     out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
     numbers = (torch.tensor([value], dtype=torch.int32) for value in (0, 40, 1, 1))
     triton_impl.run(
@@ -291,7 +276,7 @@ def test_no_two_warps_hold_the_same_numbers(block: int, warps: int, monkeypatch:
 
 
 def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
-    state = random_state(8, 40, torch.Generator().manual_seed(0))
+    state = lru_model.random_state(8, 40, torch.Generator().manual_seed(0))
     errors = []
     for impl in ("reference", "triton"):
         out = DiffOutputs.empty(1, 2, 2, torch.zeros(4, dtype=torch.int64), torch.zeros(1, dtype=torch.int32))
@@ -299,7 +284,7 @@ def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
         items = torch.tensor([[[40, -1], [10**9, 3]]], dtype=torch.int32)
         lru_diff(
             items, torch.tensor([0]), torch.tensor([40], dtype=torch.int32), torch.tensor([True]),
-            torch.tensor([1], dtype=torch.int32), copied(state), out, scratch, unit_tokens=1, impl=impl,
+            torch.tensor([1], dtype=torch.int32), lru_model.copied(state), out, scratch, unit_tokens=1, impl=impl,
         )  # fmt: skip
         assert out.device_slot[0, :, 0].tolist() == [-1, -1]
         errors.append(int(out.errors) & 4)
@@ -310,7 +295,7 @@ def test_ids_beyond_the_request_are_reported_and_touch_nothing() -> None:
 @pytest.mark.parametrize("impl", ["triton", "cuda"])
 @pytest.mark.parametrize("seed", range(40))
 def test_on_the_gpu_random_states_equal_the_reference(impl: str, seed: int) -> None:
-    equals_the_reference(RandomSteps(seed, most_capacity=4096), partial(lru_diff, impl=impl), "cuda")
+    equals_the_reference(lru_model.RandomSteps(seed, most_capacity=4096), partial(lru_diff, impl=impl), "cuda")
 
 
 CAPACITY, MAX_ITEMS = 8, 40
@@ -321,7 +306,7 @@ def policy_of(**changes: Any) -> LruDiffPolicy:
         "capacity": CAPACITY, "unit_tokens": 1, "selecting_heads": 1, "max_requests": 2, "max_items": MAX_ITEMS,
         "host_loc": 100 + torch.arange(2 * MAX_ITEMS).reshape(2, MAX_ITEMS), "runtime": NullRuntime(),
     }  # fmt: skip
-    return LruDiffPolicy(geometry_of(), **(arguments | changes))
+    return LruDiffPolicy(lru_model.geometry_of(), **(arguments | changes))
 
 
 def admit(policy: LruDiffPolicy, request: int, n_tokens: int) -> tuple[list[int], list[int]]:
@@ -333,8 +318,8 @@ def admit(policy: LruDiffPolicy, request: int, n_tokens: int) -> tuple[list[int]
 
 
 def resolve(policy: LruDiffPolicy, selected: list[int], n_tokens: int, layer: int = 0) -> ResidencyPlan:
-    selection = selection_of([[selected] * policy.selecting_heads], len(selected), policy.unit_tokens)
-    return policy.resolve(layer, decode_batch([0], [n_tokens]), selection, torch.ones(1, dtype=torch.bool))
+    selection = lru_model.selection_of([[selected] * policy.selecting_heads], len(selected), policy.unit_tokens)
+    return policy.resolve(layer, lru_model.decode_batch([0], [n_tokens]), selection, torch.ones(1, dtype=torch.bool))
 
 
 def loads(plan: ResidencyPlan) -> int:
@@ -391,11 +376,10 @@ def test_debug_checks_raise_in_the_step() -> None:
 def test_batches_of_about_the_same_size_share_memory_and_a_plan_outlives_the_next_layer() -> None:
     policy = policy_of(max_requests=4, host_loc=torch.zeros(4, MAX_ITEMS, dtype=torch.int64))
     mask = torch.ones(4, dtype=torch.bool)
-    plans = [
-        policy.resolve(layer, decode_batch([], [], rows=rows), selection_of([[[1]]] * rows, 1, 1), mask[:rows])
-        for rows in (3, 4)
-        for layer in (0, 1)
-    ]
+    plans = []
+    for rows, layer in ((3, 0), (3, 1), (4, 0), (4, 1)):
+        batch, selection = lru_model.decode_batch([], [], rows=rows), lru_model.selection_of([[[1]]] * rows, 1, 1)
+        plans.append(policy.resolve(layer, batch, selection, mask[:rows]))
     places = [plan.device_slot.data_ptr() for plan in plans]
     assert places[0] == places[2] != places[1] == places[3]
     assert [len(plan.device_slot) for plan in plans] == [3, 3, 4, 4]
@@ -434,8 +418,8 @@ def test_calls_that_cannot_be_are_refused(call: Callable[[LruDiffPolicy], object
 
 
 def test_selections_of_other_heads_or_units_are_refused() -> None:
-    policy, batch, mask = policy_of(), decode_batch([0], [31]), torch.ones(1, dtype=torch.bool)
+    policy, batch, mask = policy_of(), lru_model.decode_batch([0], [31]), torch.ones(1, dtype=torch.bool)
     with pytest.raises(ConfigError, match="selection=2"):
-        policy.resolve(0, batch, selection_of([[[1], [2]]], 1, 1), mask)
+        policy.resolve(0, batch, lru_model.selection_of([[[1], [2]]], 1, 1), mask)
     with pytest.raises(ConfigError, match="unit_tokens=4"):
-        policy.resolve(0, batch, replace(selection_of([[[1]]], 1, 1), unit_tokens=4), mask)
+        policy.resolve(0, batch, replace(lru_model.selection_of([[[1]]], 1, 1), unit_tokens=4), mask)

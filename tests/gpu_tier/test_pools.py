@@ -572,19 +572,14 @@ class Model:
                 assert torch.equal(codes[pages * CODE_PAGE + at % CODE_PAGE], self.of[request][layer, :n])
 
 
-code_steps = st.lists(
-    st.one_of(
-        st.tuples(st.just("write"), st.integers(0, 2), st.integers(1, 9)),
-        st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 2)),
-        st.tuples(st.just("free"), st.integers(0, 2), st.just(0)),
-        st.tuples(st.just("look"), st.integers(0, 40), st.integers(0, 40)),
-    ),
-    max_size=25,
-)
+writes = st.tuples(st.just("write"), st.integers(0, 2), st.integers(1, 9))
+appends = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 2))
+frees = st.tuples(st.just("free"), st.integers(0, 2), st.just(0))
+looks = st.tuples(st.just("look"), st.integers(0, 40), st.integers(0, 40))
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(steps=code_steps)
+@given(steps=st.lists(writes | appends | frees | looks, max_size=25))
 def test_any_history_keeps_the_written_codes(steps: list[tuple[str, int, int]]) -> None:
     model = Model(make_codes())
     for what, a, b in steps:

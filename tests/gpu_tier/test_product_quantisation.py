@@ -48,9 +48,7 @@ def plain_codes(keys: Tensor, codebook: Tensor) -> Tensor:
     m=st.sampled_from([1, 2, 4]), b=st.integers(1, 4), heads=st.integers(1, 3), sub=st.sampled_from([1, 2, 8]),
     seed=st.integers(0, 10**6), scale=st.sampled_from([1e-2, 1.0, 300.0]),
 )  # fmt: skip
-def test_codes_are_those_of_the_nearest_centroids(
-    m: int, b: int, heads: int, sub: int, seed: int, scale: float
-) -> None:
+def test_codes_are_of_the_nearest_centroids(m: int, b: int, heads: int, sub: int, seed: int, scale: float) -> None:
     shape = pq.PQShape(heads, m * sub, m, b)
     keys = keys_of(3 * shape.centroids, heads, m * sub, seed, scale)
     codebook = pq.train(keys, shape, 4, seed)
@@ -71,9 +69,7 @@ def test_codes_are_those_of_the_nearest_centroids(
     m=st.sampled_from([1, 2, 4]), b=st.integers(1, 4), heads=st.integers(1, 3), group=st.sampled_from([1, 4]),
     seed=st.integers(0, 10**6),
 )  # fmt: skip
-def test_tables_and_codes_give_the_products_with_reconstructed_keys(
-    m: int, b: int, heads: int, group: int, seed: int
-) -> None:
+def test_tables_and_codes_give_products_with_rebuilt_keys(m: int, b: int, heads: int, group: int, seed: int) -> None:
     dims, page, scale = 8 * m, 4, 0.3
     shape = pq.PQShape(heads, dims, m, b)
     keys = keys_of(2 * shape.centroids + 3, heads, dims, seed)

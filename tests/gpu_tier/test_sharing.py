@@ -446,9 +446,7 @@ def test_only_a_sidecar_that_is_missing_is_built(
 
 
 @pytest.mark.parametrize(("algorithm", "other"), [("retroinfer", {"iterations": 1}), ("pqcache", {"seed": 1})])
-def test_settings_that_change_the_index_are_another_index(
-    storage: MemoryStorage, algorithm: str, other: dict[str, int]
-) -> None:
+def test_other_index_settings_are_another_index(storage: MemoryStorage, algorithm: str, other: dict[str, int]) -> None:
     indexed_rig(storage, algorithm, **other).run(TOKENS)
     second = indexed_rig(storage, algorithm)
     assert second.run(TOKENS) == (continued("llama", algorithm, TOKENS), 192, 1)
@@ -464,9 +462,7 @@ def test_settings_that_change_the_index_are_another_index(
         ("pqcache", {"policy": "lfu"}),
     ],
 )  # fmt: skip
-def test_settings_that_are_an_engines_own_change_no_index(
-    storage: MemoryStorage, algorithm: str, own: dict[str, Any]
-) -> None:
+def test_an_engines_own_settings_change_no_index(storage: MemoryStorage, algorithm: str, own: dict[str, Any]) -> None:
     indexed_rig(storage, algorithm).run(TOKENS)
     second = indexed_rig(storage, algorithm, **own)
     assert second.run(TOKENS)[1:] == (192, 1)

@@ -282,9 +282,7 @@ def check_gpu_cache(rig: ClusterRig, policy: WaveGpuBuffer, layer: int) -> None:
 
 @settings(max_examples=examples(120), deadline=None)
 @given(SEEDS, st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([0, 0.05, 0.5, 1]))
-def test_attention_reads_and_caches_the_right_blocks_on_the_gpu(
-    seed: int, block_bytes: int, cache_ratio: float
-) -> None:
+def test_attention_reads_and_caches_the_right_blocks_on_a_gpu(seed: int, block_bytes: int, cache_ratio: float) -> None:
     rig, policy = gpu_rig(seed, block_bytes=block_bytes, cache_ratio=cache_ratio)
     check_history(rig, seed, policy._admissions, partial(check_gpu_cache, rig, policy))
     assert policy._tables.pool.allocator.in_use == 0

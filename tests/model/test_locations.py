@@ -11,18 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
+from kvcm.model import locations
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.locations import (
-    DecodedLocation,
-    SpecUri,
-    decode_chunk,
-    encode_chunk,
-    encode_chunks,
-    retag,
-    retag_all,
-    uris_of,
-    with_checksums,
-)
 from kvcm.model.storages import StorageType
 from kvcm.model.uri import LocationUri, check_name, check_storage_name, path_component
 from kvcm.protocol import meta_service_pb2 as meta
@@ -36,7 +26,7 @@ TEXTS = st.one_of(
     st.sampled_from(["", "a" * 127, "a" * 128, "鍵" * 43, "u" * 16384, "\x00"]),
 )
 CHECKSUMS = st.one_of(st.sampled_from([0, 0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
-SPECS = st.lists(st.builds(SpecUri, TEXTS, TEXTS, CHECKSUMS), max_size=5)
+SPECS = st.lists(st.builds(locations.SpecUri, TEXTS, TEXTS, CHECKSUMS), max_size=5)
 TYPES = st.sampled_from(list(StorageType))
 SIZES = st.one_of(st.integers(0, 300), st.just(2**31 - 1))
 
@@ -48,7 +38,7 @@ REPEATED_LOCATIONS: list[FieldDescriptor] = [
 ]
 
 
-def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) -> meta.CacheLocation:
+def location(storage_type: StorageType, spec_size: int, specs: list[locations.SpecUri]) -> meta.CacheLocation:
     """The message that a chunk stands for; only a location with one part has a checksum of its own."""
     messages = [meta.LocationSpec(name=name, uri=uri, checksum=checksum) for name, uri, checksum in specs]
     checksum = specs[-1].checksum if specs and spec_size == 1 else 0
@@ -60,15 +50,15 @@ def location(storage_type: StorageType, spec_size: int, specs: list[SpecUri]) ->
 @given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
 @example(storage_type=StorageType.ST_UNSPECIFIED, spec_size=0, specs=[])
 def test_a_chunk_equals_protobuf_and_reads_back(
-    storage_type: StorageType, spec_size: int, specs: list[SpecUri]
+    storage_type: StorageType, spec_size: int, specs: list[locations.SpecUri]
 ) -> None:
     answer = meta.GetCacheLocationResponse(locations=[location(storage_type, spec_size, specs)])
-    chunk = encode_chunk(storage_type, spec_size, iter(specs))
+    chunk = locations.encode_chunk(storage_type, spec_size, iter(specs))
     assert chunk == answer.SerializeToString()
-    decoded = decode_chunk(chunk)
-    assert decoded == DecodedLocation(storage_type, spec_size, tuple(specs))
+    decoded = locations.decode_chunk(chunk)
+    assert decoded == locations.DecodedLocation(storage_type, spec_size, tuple(specs))
     assert isinstance(decoded.storage_type, StorageType)
-    assert uris_of(chunk) == [spec.uri for spec in specs]
+    assert locations.uris_of(chunk) == [spec.uri for spec in specs]
 
 
 @FIXED
@@ -76,20 +66,20 @@ def test_a_chunk_equals_protobuf_and_reads_back(
 def test_many_chunks_equal_single_ones(storage_type: StorageType, names: list[str], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.tuples(*(TEXTS for _ in names)), max_size=4))
     columns = [[row[i] for row in rows] for i in range(len(names))]
-    each = [encode_chunk(storage_type, len(names), list(map(SpecUri, names, row))) for row in rows]
-    assert encode_chunks(storage_type, names, columns) == each
+    each = [locations.encode_chunk(storage_type, len(names), list(map(locations.SpecUri, names, row))) for row in rows]
+    assert locations.encode_chunks(storage_type, names, columns) == each
 
 
 @FIXED
 @given(storage_type=TYPES, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, reported=st.data())
 def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
-    storage_type: StorageType, spec_size: int, specs: list[SpecUri], reported: st.DataObject
+    storage_type: StorageType, spec_size: int, specs: list[locations.SpecUri], reported: st.DataObject
 ) -> None:
     names = [spec.name for spec in specs]
     checksums = reported.draw(st.dictionaries(st.sampled_from([*names, "unknown"]), CHECKSUMS))
-    without = encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
+    without = locations.encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
     expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
-    assert with_checksums(without, checksums) == encode_chunk(storage_type, spec_size, expected)
+    assert locations.with_checksums(without, checksums) == locations.encode_chunk(storage_type, spec_size, expected)
 
 
 def test_several_answers_carry_locations() -> None:
@@ -100,13 +90,13 @@ def test_several_answers_carry_locations() -> None:
 @FIXED
 @given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
 def test_retag_moves_a_chunk_to_the_field_of_another_answer(
-    field: FieldDescriptor, storage_type: StorageType, spec_size: int, specs: list[SpecUri]
+    field: FieldDescriptor, storage_type: StorageType, spec_size: int, specs: list[locations.SpecUri]
 ) -> None:
     answer = GetMessageClass(field.containing_type)(**{field.name: [location(storage_type, spec_size, specs)]})
-    chunk = encode_chunk(storage_type, spec_size, specs)
-    assert retag(chunk, field.number) == answer.SerializeToString()
-    assert retag_all([chunk, chunk], field.number) == [answer.SerializeToString()] * 2
-    assert decode_chunk(retag(chunk, field.number)) == decode_chunk(chunk)
+    chunk = locations.encode_chunk(storage_type, spec_size, specs)
+    assert locations.retag(chunk, field.number) == answer.SerializeToString()
+    assert locations.retag_all([chunk, chunk], field.number) == [answer.SerializeToString()] * 2
+    assert locations.decode_chunk(locations.retag(chunk, field.number)) == locations.decode_chunk(chunk)
 
 
 # ── Location uris ──

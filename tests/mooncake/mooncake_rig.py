@@ -152,24 +152,15 @@ class Site:
     @property
     def spec(self) -> dict[str, str]:
         """Fields of the storage's spec."""
-        return {
-            "local_hostname": "127.0.0.1",
-            "metadata_connstring": "P2PHANDSHAKE",
-            "protocol": "tcp",
-            "master_service_entry": f"127.0.0.1:{self._ports[0]}",
-        }
+        master = {"metadata_connstring": "P2PHANDSHAKE", "master_service_entry": f"127.0.0.1:{self._ports[0]}"}
+        return {"local_hostname": "127.0.0.1", "protocol": "tcp", **master}
 
     def start_master(self) -> None:
-        flags = {
-            "rpc_address": "127.0.0.1",
-            "rpc_port": self._ports[0],
-            "rpc_thread_num": 2,
-            "metrics_host": "127.0.0.1",
-            "metrics_port": self._ports[1],
-            "default_kv_lease_ttl": int(self._lease_seconds * 1000),
-            "client_ttl": self._client_ttl_seconds,
-        }
-        command = [*self._inside(), _master_program(), *(f"--{name}={value}" for name, value in flags.items())]
+        rpc = {"rpc_address": "127.0.0.1", "rpc_port": self._ports[0], "rpc_thread_num": 2}
+        metrics = {"metrics_host": "127.0.0.1", "metrics_port": self._ports[1]}
+        times = {"default_kv_lease_ttl": int(self._lease_seconds * 1000), "client_ttl": self._client_ttl_seconds}
+        flags = [f"--{name}={value}" for name, value in (rpc | metrics | times).items()]
+        command = [*self._inside(), _master_program(), *flags]
         with self._log.open("ab") as log:
             self.master = subprocess.Popen(command, stdout=log, stderr=log)
 

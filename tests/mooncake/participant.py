@@ -150,14 +150,9 @@ class Participant:
             items.append(TransferItem(uri, buffers, start))
             fill(items[-1], b"\xee" * count)
         results = self._loaded(items, 20.0)
-        return {
-            **failures_of(results),
-            "equal": [
-                bytes_of(item) == content(str(uri), uri.size)[start : start + count]
-                for item, (uri, start, count) in zip(items, wanted, strict=True)
-            ],
-            "moved_bytes": [result.moved_bytes for result in results],
-        }
+        contents = [content(str(uri), uri.size)[start : start + count] for uri, start, count in wanted]
+        equal = [bytes_of(item) == expected for item, expected in zip(items, contents, strict=True)]
+        return {**failures_of(results), "equal": equal, "moved_bytes": [result.moved_bytes for result in results]}
 
     def raw_put(self, name: str, size_bytes: int) -> int:
         """Store something of another size under a name, past everything of ours."""

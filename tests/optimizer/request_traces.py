@@ -62,12 +62,8 @@ def turn_traces(draw: st.DrawFn, *, step_us: int = 1000, are_trees: bool = False
             keys = [
                 sum(4**place * (key + 1) for place, key in enumerate(keys[:end])) for end in range(1, len(keys) + 1)
             ]
-        request = Request(
-            draw(st.integers(0, 50_000)) * step_us,
-            keys,
-            input_tokens=draw(st.integers(0, 100)),
-            output_tokens=draw(st.integers(0, 100)),
-        )
+        tokens = {name: draw(st.integers(0, 100)) for name in ("input_tokens", "output_tokens")}
+        request = Request(draw(st.integers(0, 50_000)) * step_us, keys, **tokens)
         if is_partial:
             request.read_blocks = draw(st.integers(min(1, len(keys)), len(keys)))
         else:

@@ -106,9 +106,7 @@ def test_mode_request_evicts_behind_the_request(tmp_path: Path, mode: str, hits:
     ],
     ids=lambda value: value[0].strip("-"),
 )
-def test_a_wrong_option_is_one_line_that_names_the_allowed_values(
-    hand_file: Path, options: tuple[str, ...], named: tuple[str, ...]
-) -> None:
+def test_a_wrong_option_names_allowed_values(hand_file: Path, options: tuple[str, ...], named: tuple[str, ...]) -> None:
     line = run(hand_file, "--block-tokens", 10, "--json", "a.json", *options, fails=True)
     assert all(each in line for each in named), line
     assert not Path("a.json").exists()

@@ -79,6 +79,9 @@ def test_an_age_counts_from_the_write_or_from_the_read(policy: str, found: int) 
     assert hits([*requests[:2], Step((2,), 1, seconds=7), requests[2]], policy, 10)[-1] == found
 
 
+_WINDOWS = {1: 40, 2: 20, 3: 0, 0: 0, 9: 0}
+
+
 @pytest.mark.parametrize(
     ("asked", "tokens"),
     [
@@ -87,11 +90,7 @@ def test_an_age_counts_from_the_write_or_from_the_read(policy: str, found: int) 
         ({"mask": (True, True, True)}, 10),
         ({"mode": QueryMode.BATCH}, 30),
         ({"mode": QueryMode.BATCH, "mask": (True,)}, 20),
-        ({"mode": QueryMode.WINDOW, "window": 1}, 40),
-        ({"mode": QueryMode.WINDOW, "window": 2}, 20),
-        ({"mode": QueryMode.WINDOW, "window": 3}, 0),
-        ({"mode": QueryMode.WINDOW, "window": 0}, 0),
-        ({"mode": QueryMode.WINDOW, "window": 9}, 0),
+        *(({"mode": QueryMode.WINDOW, "window": size}, found) for size, found in _WINDOWS.items()),
     ],
 )
 def test_tokens_are_those_that_need_not_be_computed(asked: dict[str, Any], tokens: int) -> None:

@@ -35,22 +35,13 @@ def finish(at: float, session: str, success: int | list[bool], source: str = "i"
 
 
 def test_accesses_are_numbered_and_keep_their_outcome() -> None:
-    found = read_recording(
-        lines(
-            lookup(1, [10, 20, 30], 0),
-            start(2, [10, 20, 30], "s"),
-            finish(3, "s", [True, True, False]),
-            lookup(4, [10, 20, 40], 2),
-            {"type": "CacheReclaimSubmit", "source": "i", "block_keys": [1], "location_ids": [["x"]]},
-        )
-    )
+    written = (start(2, [10, 20, 30], "s"), finish(3, "s", [True, True, False]))
+    other = {"type": "CacheReclaimSubmit", "source": "i", "block_keys": [1], "location_ids": [["x"]]}
+    found = read_recording(lines(lookup(1, [10, 20, 30], 0), *written, lookup(4, [10, 20, 40], 2), other))
     assert found.coverage == Coverage(1.0, 9.0, 0, 0)
-    assert list(found.accesses) == [
-        Lookup(1.0, 0, [0, 1, 2], 0, True),
-        Start(2.0, 0, 0, [0, 1, 2], 0),
-        Finish(3.0, 0, 0, frozenset([2])),
-        Lookup(4.0, 0, [0, 1, 3], 2, True),
-    ]
+    first, last = Lookup(1.0, 0, [0, 1, 2], 0, True), Lookup(4.0, 0, [0, 1, 3], 2, True)
+    writes = [Start(2.0, 0, 0, [0, 1, 2], 0), Finish(3.0, 0, 0, frozenset([2]))]
+    assert list(found.accesses) == [first, *writes, last]
     assert list(found.parents) == [-1, 0, 1, 1]
     assert list(found.depths) == [0, 1, 2, 2]
     assert list(found.warm) == []
@@ -107,9 +98,7 @@ def test_unreadable_recordings_are_reported(text: list[bytes], said: str) -> Non
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 5), max_size=6), st.integers(-3, 9), st.booleans()), max_size=20))
-def test_whatever_is_named_in_whatever_order_the_blocks_are_a_forest(
-    accesses: list[tuple[list[int], int, bool]],
-) -> None:
+def test_whatever_is_named_in_any_order_the_blocks_are_a_forest(accesses: list[tuple[list[int], int, bool]]) -> None:
     events = [
         start(at, keys, f"s{at}", block_mask=number) if is_write else lookup(at, keys, max(0, number))
         for at, (keys, number, is_write) in enumerate(accesses)

@@ -21,16 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "reclaim"))
 from manager_rig import ManagerRig
 
 from kvcm.cache.write_sessions import WriteRequest
+from kvcm.model import groups
 from kvcm.model.errors import CapacityError
-from kvcm.model.groups import (
-    CacheConfig,
-    CacheReclaimStrategy,
-    EvictionPolicy,
-    InstanceGroup,
-    InstanceGroupQuota,
-    InstanceOverride,
-    TriggerStrategy,
-)
 from kvcm.model.keys import BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.optimizer.live.recording import Lookup, Recording, read_recording
@@ -43,18 +35,20 @@ POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
 
 def group_of(
     blocks: int, policy: str = "lru", mark: float = 0.9, hysteresis: float = 0.1, share: str = "", **rule: Any
-) -> InstanceGroup:
-    strategy = CacheReclaimStrategy(
-        trigger_strategy=TriggerStrategy(0, mark, hysteresis), policy=EvictionPolicy(policy, **rule), share=share
+) -> groups.InstanceGroup:
+    strategy = groups.CacheReclaimStrategy(
+        trigger_strategy=groups.TriggerStrategy(0, mark, hysteresis),
+        policy=groups.EvictionPolicy(policy, **rule),
+        share=share,
     )
-    quota = InstanceGroupQuota(blocks * BLOCK_BYTES)
-    return InstanceGroup("g", ("dummy",), "g", 10, quota, CacheConfig(strategy))
+    quota = groups.InstanceGroupQuota(blocks * BLOCK_BYTES)
+    return groups.InstanceGroup("g", ("dummy",), "g", 10, quota, groups.CacheConfig(strategy))
 
 
 class Core:
     """The manager's core, and the recording of its calls."""
 
-    def __init__(self, group: InstanceGroup, sizes: dict[str, int]) -> None:
+    def __init__(self, group: groups.InstanceGroup, sizes: dict[str, int]) -> None:
         self.rig = ManagerRig([StorageConfig("dummy", DummyStorageSpec())], [group], sizes)
         self.events: list[dict[str, Any]] = []
         self.drain_at = 0.0
@@ -123,15 +117,13 @@ Turn = tuple[str, list[int], float, int]
 def turns_of(seed: int) -> list[Turn]:
     """Return turns of two instances whose engines come back to the same few paths."""
     draw = random.Random(seed)
-    return [
-        (
-            draw.choice(["g-a", "g-a", "g-b"]),
-            [draw.randint(0, 2) for _ in range(draw.randint(1, 6))],
-            draw.choice([0.0, 0.1, 0.3, 0.7]),
-            draw.choice([0, 0, 0, 1, 3]),
-        )
-        for _ in range(draw.randint(5, 40))
-    ]
+    return [_turn(draw) for _ in range(draw.randint(5, 40))]
+
+
+def _turn(draw: random.Random) -> Turn:
+    instance = draw.choice(["g-a", "g-a", "g-b"])
+    steps = [draw.randint(0, 2) for _ in range(draw.randint(1, 6))]
+    return instance, steps, draw.choice([0.0, 0.1, 0.3, 0.7]), draw.choice([0, 0, 0, 1, 3])
 
 
 async def played(core: Core, turns: list[Turn]) -> None:
@@ -220,7 +212,7 @@ def test_an_instance_may_have_a_policy_of_its_own() -> None:
     turns = [(float(second), [1, 2, 3] if second % 2 else [10 * second + 100]) for second in range(40)]
     group = group_of(5, "fifo", mark=1.0, hysteresis=0.0)
     strategy = group.cache_config.reclaim_strategy
-    own = replace(strategy, instance_overrides=(InstanceOverride("g-a", EvictionPolicy("lru")),))
+    own = replace(strategy, instance_overrides=(groups.InstanceOverride("g-a", groups.EvictionPolicy("lru")),))
     changed = replace(group, cache_config=replace(group.cache_config, reclaim_strategy=own))
     sizes = {"g-a": BLOCK_BYTES}
     assert rehearse(recorded(turns), changed, sizes).hit_rate > rehearse(recorded(turns), group, sizes).hit_rate

@@ -17,14 +17,7 @@ from original_documents import config, document, group, instance
 from thoroughness import examples
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.groups.original import (
-    HEADER,
-    OriginalConfig,
-    OriginalInstance,
-    OriginalReplay,
-    Row,
-    write_original_csv,
-)
+from kvcm.optimizer.groups import original
 from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import replay
@@ -35,7 +28,7 @@ def test_a_document_is_read() -> None:
     read = config(group(instance("a"), instance("b", "random_lru", sample_rate=0.5)), mode=1, batch=7)
     assert (read.eviction_mode, read.batch_size, read.trace_type) == (1, 7, "publisher_log")
     assert (read.trace_file_path, read.output_result_path) == ("t.log", "out")
-    assert read.instances == (OriginalInstance("a"), OriginalInstance("b", 16, "random_lru", 0.5))
+    assert read.instances == (original.OriginalInstance("a"), original.OriginalInstance("b", 16, "random_lru", 0.5))
     assert read.block_sizes == {"a": 16, "b": 16}
     assert read.groups[0].storages[0].unique_name == "s"
 
@@ -63,7 +56,7 @@ def test_a_document_is_read() -> None:
 )
 def test_the_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError) as refused:
-        OriginalConfig.parse(json.dumps(json.loads(document()) | change))
+        original.OriginalConfig.parse(json.dumps(json.loads(document()) | change))
     assert message in str(refused.value)
 
 
@@ -71,26 +64,28 @@ def test_every_field_that_is_needed_is_named_when_it_is_missing() -> None:
     whole = json.loads(document(mode=1))
     for name in whole:
         with pytest.raises(OptionError, match=f"^{name}: missing; it has to be there"):
-            OriginalConfig.parse(json.dumps({each: value for each, value in whole.items() if each != name}))
+            original.OriginalConfig.parse(json.dumps({each: value for each, value in whole.items() if each != name}))
 
 
 @pytest.mark.parametrize("text", ["", "{", "3", "null", "[]", '"x"', b"\xff", "[" * 100_000])
 def test_an_invalid_document_is_refused(text: str | bytes) -> None:
     with pytest.raises(OptionError, match="config: "):
-        OriginalConfig.parse(text)
+        original.OriginalConfig.parse(text)
 
 
 def test_plain_options_make_one_group() -> None:
-    plain = OriginalConfig.plain(["a", "b"], 8, policy="leaf_lru")
+    plain = original.OriginalConfig.plain(["a", "b"], 8, policy="leaf_lru")
     assert plain.groups[0].limit == 8
     assert [each.policy for each in plain.instances] == ["leaf_aware_lru"] * 2
     assert (plain.trace_type, plain.eviction_mode) == ("", 3)
     with pytest.raises(OptionError, match="policy_type: 'sieve'; allowed: lru, random_lru, leaf_aware_lru"):
-        OriginalConfig.plain(["a"], 8, policy="sieve")
+        original.OriginalConfig.plain(["a"], 8, policy="sieve")
 
 
-def replayed(requests: Sequence[Step] | Trace, wanted: OriginalConfig) -> tuple[OriginalReplay, list[tuple[str, Row]]]:
-    replay = OriginalReplay(requests if isinstance(requests, Trace) else trace_of_steps(requests), wanted)
+def replayed(
+    requests: Sequence[Step] | Trace, wanted: original.OriginalConfig
+) -> tuple[original.OriginalReplay, list[tuple[str, original.Row]]]:
+    replay = original.OriginalReplay(requests if isinstance(requests, Trace) else trace_of_steps(requests), wanted)
     return replay, list(replay.rows())
 
 
@@ -179,23 +174,23 @@ def test_files_are_written_byte_by_byte(tmp_path: Path) -> None:
         Step((0, 1, 6, 7, 8, 9), 0, writes=False, mask=(True,)),
         Step((0, 4, 5), 1),
     ]
-    first, second = write_original_csv(trace_of_steps(requests), shared, tmp_path / "out")
+    first, second = original.write_original_csv(trace_of_steps(requests), shared, tmp_path / "out")
     assert [path.name for path in (first, second)] == ["a_hit_rates.csv", "b_hit_rates.csv"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [first.name, second.name]  # c reads nothing
     assert first.read_bytes().decode() == (
-        f"{HEADER}\n"
+        f"{original.HEADER}\n"
         "0, 2, 2;0;0, 2, 0, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0\n"
         "1000000, 3, 3;0;0, 3, 0, 3, 3, 0, 0, 2, 0.666667, 0.666667, 0, 0.4, 0.4\n"  # ✔ six digits
         "3000000, 3, 3;0;1, 4, 1, 5, 6, 1, 0.166667, 1, 0.166667, 0.333333, 0.0909091, 0.272727, 0.363636\n"
     )
     assert second.read_text().splitlines()[1] == "4000000, 3, 3;3;1, 7, 0, 3, 3, 0, 0, 0, 0, 0, 0, 0, 0"
-    assert HEADER.count(",") == second.read_text().splitlines()[1].count(", ")
+    assert original.HEADER.count(",") == second.read_text().splitlines()[1].count(", ")
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "Qwen/Qwen3-8B", "..", "a" * 256, "é ~"])
 def test_no_name_of_an_instance_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     trace = replace(trace_of_steps([Step((1, 2))]), instance_names=(name,))
-    (path,) = write_original_csv(trace, OriginalConfig.plain([name], 4), tmp_path / "out")
+    (path,) = original.write_original_csv(trace, original.OriginalConfig.plain([name], 4), tmp_path / "out")
     assert path.parent == tmp_path / "out"
     assert list((tmp_path / "out").iterdir()) == [path]
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
@@ -204,7 +199,7 @@ def test_no_name_of_an_instance_leads_out_of_the_folder(tmp_path: Path, name: st
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OptionError, match=r"output: .*allowed: a folder that can be written"):
-        write_original_csv(trace_of_steps([EIGHT]), config(), tmp_path / "file")
+        original.write_original_csv(trace_of_steps([EIGHT]), config(), tmp_path / "file")
 
 
 def test_instances_that_are_not_configured_are_left_out() -> None:
@@ -253,12 +248,12 @@ def lookup(at: int, keys: list[int], kind: str = "prefix_match", mask: object = 
     return event("GetCacheLocation", at, source, keys=keys, query_type=kind, block_mask=mask, sw_size=1)
 
 
-def rows_of(tmp_path: Path, wanted: OriginalConfig, *lines: dict[str, Any]) -> dict[str, list[list[str]]]:
+def rows_of(tmp_path: Path, wanted: original.OriginalConfig, *lines: dict[str, Any]) -> dict[str, list[list[str]]]:
     """Return the fields of all rows by instance."""
     path = tmp_path / "trace.log"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + "no JSON\n")
     trace = read_trace(path, format=wanted.trace_type, block_tokens=wanted.block_sizes, use_cache=False)
-    files = write_original_csv(trace, wanted, tmp_path / "out")
+    files = original.write_original_csv(trace, wanted, tmp_path / "out")
     return {
         file.name.removesuffix("_hit_rates.csv"): [line.split(", ") for line in file.read_text().splitlines()[1:]]
         for file in files
@@ -296,8 +291,8 @@ def test_precise_eviction_is_mode_request(
     tmp_path: Path, real_trace: Callable[[str], Trace], ours: str, theirs: str
 ) -> None:
     trace = real_trace("mooncake_synthetic")
-    wanted = OriginalConfig.plain(trace.instance_names, 4000, policy=theirs)
-    (file,) = write_original_csv(trace, wanted, tmp_path)
+    wanted = original.OriginalConfig.plain(trace.instance_names, 4000, policy=theirs)
+    (file,) = original.write_original_csv(trace, wanted, tmp_path)
     lines = file.read_text().splitlines()
     mirrored = replay(trace, PolicySpec(ours), 4000, mode="request")
     assert sum(int(line.split(", ")[9]) for line in lines[1:]) == mirrored.hits.prefix_blocks

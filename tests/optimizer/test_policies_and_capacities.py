@@ -16,19 +16,12 @@ from kvcm.optimizer.options import (
     parse_policy,
 )
 
+_TTLS = st.sampled_from([600.0, 0.5, 1234567.25, 1e-6])
+_SAMPLES_AND_SEEDS = (st.integers(1, 4096), st.integers(0, (1 << 32) - 1))
+_FLAG = st.booleans()
 
-@given(
-    st.builds(
-        PolicySpec,
-        st.sampled_from(POLICY_NAMES),
-        st.sampled_from([600.0, 0.5, 1234567.25, 1e-6]),
-        st.booleans(),
-        st.integers(1, 4096),
-        st.integers(0, (1 << 32) - 1),
-        st.booleans(),
-        st.booleans(),
-    )
-)
+
+@given(st.builds(PolicySpec, st.sampled_from(POLICY_NAMES), _TTLS, _FLAG, *_SAMPLES_AND_SEEDS, _FLAG, _FLAG))
 def test_a_label_says_all_that_has_an_effect(spec: PolicySpec) -> None:
     found = parse_policy(spec.label)
     assert found.label == spec.label

@@ -62,21 +62,15 @@ def rows_of(trace: Trace, engines: Engines, **options: Any) -> tuple[PoolingRow,
 
 def figures(row: PoolingRow) -> dict[str, Any]:
     """Return all that is counted; not how long it took."""
-    return {
-        **{
-            name: getattr(row, name)
-            for name in PoolingRow.__slots__
-            if name not in ("seconds", "routed_requests", "routed_tokens", "prefill_tokens")
-        },
-        "routed": np.stack([row.routed_requests, row.routed_tokens, row.prefill_tokens], axis=1).tolist(),
-    }
+    others = ("seconds", "routed_requests", "routed_tokens", "prefill_tokens")
+    counts = {name: getattr(row, name) for name in PoolingRow.__slots__ if name not in others}
+    routed = np.stack([row.routed_requests, row.routed_tokens, row.prefill_tokens], axis=1)
+    return {**counts, "routed": routed.tolist()}
 
 
 @settings(max_examples=examples(800), deadline=None)
 @given(trace=dialogues(), engines=clusters(), router=ROUTERS, topology=st.sampled_from(Topology))
-def test_the_compiled_replay_counts_like_plain_python(
-    trace: Trace, engines: Engines, router: Router, topology: Topology
-) -> None:
+def test_compiled_replay_counts_like_python(trace: Trace, engines: Engines, router: Router, topology: Topology) -> None:
     (row,) = rows_of(trace, engines, routers=[router], topologies=[topology])
     homes = homes_of(trace, router, engines.count, affinity_blocks=engines.affinity_blocks, seed=engines.seed)
     model = PoolingModel(engines, router, homes.tolist(), row.local_blocks, row.pool_blocks)

@@ -122,9 +122,7 @@ def test_the_size_of_blocks_is_found_out(prompts: list[tuple[int, int]], size: i
         ([(35, 4), (28, 3), (20, 2), (40, 4)], 10, "10 to 11 fit all prompts"),
     ],
 )
-def test_a_size_that_cannot_be_found_out_is_assumed_and_said(
-    prompts: list[tuple[int, int]], size: int, doubt: str
-) -> None:
+def test_an_unknown_size_is_assumed_and_said(prompts: list[tuple[int, int]], size: int, doubt: str) -> None:
     trace = of(*(line(list(range(blocks)), input_length=tokens) for tokens, blocks in prompts), block_tokens=None)
     assert trace.block_tokens == size
     assert len(trace.assumed) == 1

@@ -13,18 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvcm.optimizer.errors import OptionError
-from kvcm.optimizer.roi import PRESETS, LengthProfile, fit_profile, parse_deployment, read_profile
-from kvcm.optimizer.roi.deployment import (
-    RANGES,
-    gpus_saved,
-    load_seconds,
-    load_threshold_tokens,
-    loaded_part,
-    prefill_seconds,
-    saturation_share,
-    storage_price_per_hour,
-    whole_nodes,
-)
+from kvcm.optimizer.roi import PRESETS, LengthProfile, deployment, fit_profile, parse_deployment, read_profile
 
 numbers = st.floats(1e-3, 1e3)
 shares = st.floats(0.01, 1.0)
@@ -35,13 +24,11 @@ def one(value: float) -> np.ndarray:
 
 
 @given(linear=numbers, quadratic=st.floats(0, 1), tokens=st.floats(1, 1e6), share=st.floats(0, 1))
-def test_loaded_and_computed_tokens_add_up_to_a_prefill(
-    linear: float, quadratic: float, tokens: float, share: float
-) -> None:
+def test_loaded_and_computed_tokens_are_a_prefill(linear: float, quadratic: float, tokens: float, share: float) -> None:
     cached = share * tokens
-    whole = prefill_seconds(linear, quadratic, one(tokens), one(0))
-    parts = prefill_seconds(linear, quadratic, one(cached), one(0))
-    rest = prefill_seconds(linear, quadratic, one(tokens), one(cached))
+    whole = deployment.prefill_seconds(linear, quadratic, one(tokens), one(0))
+    parts = deployment.prefill_seconds(linear, quadratic, one(cached), one(0))
+    rest = deployment.prefill_seconds(linear, quadratic, one(tokens), one(cached))
     assert parts + rest == pytest.approx(whole)
     assert rest >= 0
 
@@ -49,10 +36,8 @@ def test_loaded_and_computed_tokens_add_up_to_a_prefill(
 @given(
     linear=numbers, quadratic=st.just(0.0) | st.floats(1e-6, 10), link=numbers, latency=st.just(0.0) | numbers,
 )  # fmt: skip
-def test_at_the_threshold_loading_takes_as_long_as_computing(
-    linear: float, quadratic: float, link: float, latency: float
-) -> None:
-    threshold = load_threshold_tokens(linear, quadratic, link_seconds=link, latency=latency)
+def test_at_the_threshold_loading_is_computing(linear: float, quadratic: float, link: float, latency: float) -> None:
+    threshold = deployment.load_threshold_tokens(linear, quadratic, link_seconds=link, latency=latency)
     assert (threshold == math.inf) == (quadratic == 0 and linear <= link)
     assume(math.isfinite(threshold))
 
@@ -66,13 +51,13 @@ def test_at_the_threshold_loading_takes_as_long_as_computing(
 
 def test_the_threshold_of_a_constant_throughput() -> None:
     # L0 / (1/P − b/(BW·u)): 30 ms over (40 µs − 10 µs) a token.
-    assert load_threshold_tokens(40e-6, 0, link_seconds=10e-6, latency=30e-3) == pytest.approx(1000)
-    assert load_threshold_tokens(40e-6, 0, link_seconds=10e-6, latency=0) == 0
-    assert load_threshold_tokens(40e-6, 0, link_seconds=40e-6, latency=0) == math.inf
+    assert deployment.load_threshold_tokens(40e-6, 0, link_seconds=10e-6, latency=30e-3) == pytest.approx(1000)
+    assert deployment.load_threshold_tokens(40e-6, 0, link_seconds=10e-6, latency=0) == 0
+    assert deployment.load_threshold_tokens(40e-6, 0, link_seconds=40e-6, latency=0) == math.inf
 
 
 def test_a_load_takes_its_latency_and_its_bytes_over_the_usable_bandwidth() -> None:
-    seconds = load_seconds(one(1000), kv_bytes=100, bandwidth=1e6, usable=0.5, latency=0.25)
+    seconds = deployment.load_seconds(one(1000), kv_bytes=100, bandwidth=1e6, usable=0.5, latency=0.25)
     assert seconds == pytest.approx(0.45)
 
 
@@ -80,39 +65,35 @@ def test_a_load_takes_its_latency_and_its_bytes_over_the_usable_bandwidth() -> N
 def test_at_saturation_links_are_as_busy_as_gpus(
     prefill: float, kv_bytes: float, bandwidth: float, usable: float, offered: float
 ) -> None:
-    share = saturation_share(prefill, kv_bytes=kv_bytes, bandwidth=bandwidth, usable=usable)
+    share = deployment.saturation_share(prefill, kv_bytes=kv_bytes, bandwidth=bandwidth, usable=usable)
     assert 0 < share < 1
     assert offered * (1 - share) / prefill == pytest.approx(offered * share * kv_bytes / (bandwidth * usable))
 
 
 @given(without=numbers, relieved=st.floats(0, 1), links=st.just(0.0) | numbers, part=st.floats(0, 1))
-def test_no_other_part_of_the_loads_needs_fewer_nodes(
-    without: float, relieved: float, links: float, part: float
-) -> None:
+def test_no_other_part_of_loads_needs_fewer_nodes(without: float, relieved: float, links: float, part: float) -> None:
     relief = relieved * without
 
     def nodes(share: float) -> float:
         return max(without - share * relief, share * links)
 
-    best = float(loaded_part(without, one(relief), one(links))[0])
+    best = float(deployment.loaded_part(without, one(relief), one(links))[0])
     assert 0 <= best <= 1
     assert nodes(best) <= nodes(part) * (1 + 1e-12)
     assert nodes(best) <= without * (1 + 1e-12)
 
 
 def test_nodes_are_bought_whole_and_rounding_buys_none() -> None:
-    assert whole_nodes(np.array([0.0, 1.0, 1 + 1e-12, 1.001, 3.0])).tolist() == [0, 1, 1, 2, 3]
-    assert gpus_saved(8, 5.0, np.array([5.0, 2.5])).tolist() == [0, 20]
+    assert deployment.whole_nodes(np.array([0.0, 1.0, 1 + 1e-12, 1.001, 3.0])).tolist() == [0, 1, 1, 2, 3]
+    assert deployment.gpus_saved(8, 5.0, np.array([5.0, 2.5])).tolist() == [0, 20]
 
 
 def test_storage_is_paid_by_the_month_and_gib() -> None:
-    assert storage_price_per_hour(one(730 * 2**30), 0.1) == pytest.approx(0.1)
+    assert deployment.storage_price_per_hour(one(730 * 2**30), 0.1) == pytest.approx(0.1)
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e5), st.floats(1e-3, 1e3)), min_size=1, max_size=6), numbers, numbers)
-def test_no_other_profile_has_smaller_squared_errors(
-    points: list[tuple[float, float]], linear: float, quadratic: float
-) -> None:
+def test_no_other_profile_fits_better(points: list[tuple[float, float]], linear: float, quadratic: float) -> None:
     found = fit_profile(points)
     assert min(found.linear, found.quadratic) >= 0
 
@@ -184,12 +165,12 @@ def test_an_invalid_deployment_is_refused_by_name(text: str, message: str) -> No
         parse_deployment(text)
 
 
-@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("name", deployment.RANGES)
 def test_every_input_has_a_range(name: str) -> None:
     with pytest.raises(OptionError, match=f"deployment: {name} is -1"):
         replace(PRESETS["deepseek_v3"], **{name: -1})
-    assert RANGES[name].clamp(-1) in RANGES[name]
-    assert RANGES[name].clamp(1e30) in RANGES[name]
+    assert deployment.RANGES[name].clamp(-1) in deployment.RANGES[name]
+    assert deployment.RANGES[name].clamp(1e30) in deployment.RANGES[name]
 
 
 @pytest.mark.parametrize("coefficients", [(0.0, 0.0), (-1.0, 1.0), (1.0, math.nan)])

@@ -41,9 +41,7 @@ def object_rates(trace: Trace, spec: PolicySpec, estimate: SampledCurve) -> list
 @pytest.mark.parametrize("policy", CURVES)
 @pytest.mark.parametrize("name", ["mooncake_conversation", "mooncake_synthetic", "agentic_composed"])
 @pytest.mark.parametrize("rate", [0.1, 0.03])
-def test_true_rates_lie_within_the_bars(
-    name: str, policy: str, rate: float, real_trace: Callable[[str], Trace]
-) -> None:
+def test_true_rates_lie_within_bars(name: str, policy: str, rate: float, real_trace: Callable[[str], Trace]) -> None:
     trace = real_trace(name)
     curve = CURVES[policy](trace)
     estimate = sampled(trace, PolicySpec(policy), rate=rate)

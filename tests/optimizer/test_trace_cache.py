@@ -105,37 +105,28 @@ def test_a_damaged_cache_is_made_again(path: Path, content: bytes) -> None:
     assert is_from_cache(path)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"blocks": np.full_like(HAND.blocks, 99)},
-        {"blocks": np.full_like(HAND.blocks, -1)},
-        {"parents": np.full_like(HAND.parents, 7)},
-        {"parents": np.full_like(HAND.parents, -2)},
-        {"offsets": HAND.offsets + 1},
-        {"offsets": HAND.offsets[::-1]},
-        {"offsets": HAND.offsets[:-1]},
-        {"instances": HAND.instances + 1},
-        {"sessions": HAND.sessions - 1},
-        {"read_blocks": HAND.read_blocks + 1},
-        {"read_blocks": HAND.read_blocks * -1},
-        {"times_us": HAND.times_us[::-1]},
-        {"times_us": HAND.times_us - 1},
-        {"writes": HAND.writes[1:]},
-        {"instance_block_tokens": ()},
-        {"modes": {99: QueryMode.BATCH}},
-        {"modes": {1: 7}},
-        {"masks": {1: np.ones(99, np.bool_)}},
-    ],
-)
-def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(change: dict[str, object]) -> None:
-    content = bytearray(b"".join(encode_trace(replace(HAND, **change), ORIGIN)))  # type: ignore[arg-type]
+_IMPOSSIBLE: dict[str, list[object]] = {
+    "blocks": [np.full_like(HAND.blocks, 99), np.full_like(HAND.blocks, -1)],
+    "parents": [np.full_like(HAND.parents, 7), np.full_like(HAND.parents, -2)],
+    "offsets": [HAND.offsets + 1, HAND.offsets[::-1], HAND.offsets[:-1]],
+    "instances": [HAND.instances + 1],
+    "sessions": [HAND.sessions - 1],
+    "read_blocks": [HAND.read_blocks + 1, HAND.read_blocks * -1],
+    "times_us": [HAND.times_us[::-1], HAND.times_us - 1],
+    "writes": [HAND.writes[1:]],
+    "instance_block_tokens": [()],
+    "modes": [{99: QueryMode.BATCH}, {1: 7}],
+    "masks": [{1: np.ones(99, np.bool_)}],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(name, each) for name, found in _IMPOSSIBLE.items() for each in found])
+def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(field: str, value: object) -> None:
+    content = bytearray(b"".join(encode_trace(replace(HAND, **{field: value}), ORIGIN)))  # type: ignore[arg-type]
     assert decode_trace(content, ORIGIN, "x") is None
 
 
-def test_where_nothing_can_be_kept_reading_goes_on_and_the_log_says_so_once(
-    path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_cache_reading_goes_on_and_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache_path(path).mkdir()
     with caplog.at_level(logging.WARNING, "kvcm.optimizer"):
         assert len(read(path)) == 2

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import socket
+import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,13 +41,22 @@ def starting_manager(directory: Path, *settings: str) -> Iterator[ManagerProcess
         process.kill()
 
 
-def ask(address: str, path: str, method: str = "GET") -> HttpAnswer:
+def ask(address: str, path: str, method: str = "GET", headers: Mapping[str, str] | None = None) -> HttpAnswer:
     """Send one request on a connection of its own."""
     connection = http.client.HTTPConnection(address, timeout=_SECONDS)
     try:
-        return post(connection, path, b"{}" if method == "POST" else b"", method)
+        return post(connection, path, b"{}" if method == "POST" else b"", method, headers)
     finally:
         connection.close()
+
+
+def rest(connection: socket.socket) -> bytes:
+    """Return everything until the server ends the connection; fails where it never does."""
+    parts = []
+    with contextlib.suppress(ConnectionError, ssl.SSLError):
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
 
 
 def health(address: str, service: str = "") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from test_meta_cases import Fields, Refused
+from test_meta_cases import Fields, Refused, invalid
 from test_transport_sites import Site, unique
 
 ENGINE = {"role": "ROLE_ENGINE", "instance_groups": ["default"]}
@@ -39,18 +39,14 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
 }
 
 
-def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
-    return Refused(rule, fields, "INVALID_ARGUMENT", texts)
-
-
 def _create(rule: str, *texts: str, **changes: Any) -> Refused:
-    return _invalid(rule, lambda _site: {"name": unique("key"), **ENGINE, **changes}, *texts)
+    return invalid(rule, lambda _site: {"name": unique("key"), **ENGINE, **changes}, *texts)
 
 
 def _no_key(call: str) -> list[Refused]:
     return [
-        _invalid("no key", lambda _site: {}, call, "key_id", "is required"),
-        _invalid("no such key", lambda _site: {"key_id": "nobody"}, "'nobody'", "does not exist"),
+        invalid("no key", lambda _site: {}, call, "key_id", "is required"),
+        invalid("no such key", lambda _site: {"key_id": "nobody"}, "'nobody'", "does not exist"),
     ]
 
 
@@ -63,16 +59,20 @@ def _taken_certificate(site: Site) -> Fields:
     return {"name": unique("key"), "role": "ROLE_VIEWER", "certificate_name": name}
 
 
+def _certified(site: Site) -> Fields:
+    return {"key_id": key(site, certificate_name=unique("dns")).key.key_id}
+
+
 def _rotate(site: Site, **changes: Any) -> Fields:
     return {"key_id": key(site).key.key_id, **changes}
 
 
 def _set_password(rule: str, *texts: str, **changes: Any) -> Refused:
-    return _invalid(rule, lambda site: {"user_name": account(site), "password": "new", **changes}, *texts)
+    return invalid(rule, lambda site: {"user_name": account(site), "password": "new", **changes}, *texts)
 
 
 def _login_with(rule: str, *texts: str, **fields: Any) -> Refused:
-    return _invalid(rule, lambda _site: {"user_name": "u", "password": "p", **fields}, *texts)
+    return invalid(rule, lambda _site: {"user_name": "u", "password": "p", **fields}, *texts)
 
 
 REFUSED: dict[str, list[Refused]] = {
@@ -93,14 +93,9 @@ REFUSED: dict[str, list[Refused]] = {
     "AccessService.ListKeys": [],
     "AccessService.RotateKey": [
         *_no_key("RotateKey"),
-        _invalid(
-            "a key of a certificate",
-            lambda site: {"key_id": key(site, certificate_name=unique("dns")).key.key_id},
-            "a certificate",
-            "lasting secret",
-        ),
-        _invalid("an overlap before now", lambda site: _rotate(site, overlap_seconds=-1), "-1"),
-        _invalid("a time before now", lambda site: _rotate(site, ttl_seconds=-1), "-1"),
+        invalid("a key of a certificate", _certified, "a certificate", "lasting secret"),
+        invalid("an overlap before now", lambda site: _rotate(site, overlap_seconds=-1), "-1"),
+        invalid("a time before now", lambda site: _rotate(site, ttl_seconds=-1), "-1"),
     ],
     "AccessService.RevokeKey": _no_key("RevokeKey"),
     "AccessService.Login": [

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from test_transport_drivers import Api, GrpcDriver, HttpDriver, eventually, post
 from test_transport_every_call import EVERY_RPC
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site, group_spec, unique
 
 from kvcm.protocol import admin_service_pb2 as admin
@@ -159,11 +159,8 @@ def test_accounts_are_added_listed_with_their_role_and_deleted(api: Api) -> None
     api.ok("AdminService.AddAccount", user_name=user, password="p")
 
 
-@pytest.fixture(scope="module")
-def loud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    """A manager that logs everything it can."""
-    with manager(tmp_path_factory.mktemp("loud"), KVCM_LOG_LEVEL="DEBUG", GRPC_VERBOSITY="debug") as process:
-        yield process
+loud = manager_of_module(KVCM_LOG_LEVEL="DEBUG", GRPC_VERBOSITY="debug")
+"""A manager that logs everything it can."""
 
 
 def _malformed_accounts(api: Api, secret: str) -> list[Any]:
@@ -264,17 +261,10 @@ def test_after_a_demotion_all_is_served_and_no_manager_leads_until_the_campaign_
     assert not _health(delayed).is_leader
 
 
-ANY_NODE = {
-    "AdminService.CheckHealth",
-    "AdminService.GetLeaderElectorConfig",
-    "AdminService.GetManagerClusterInfo",
-    "AdminService.GetMetrics",
-    "AdminService.UpdateLogger",
-    "AdminService.UpdateLeaderElectorConfig",
-    "AdminService.LeaderDemote",
-    "ConfigService.ReloadConfig",
-    "MetaService.GetClusterInfo",
-}
+_OF_THE_NODE = ["CheckHealth", "GetManagerClusterInfo", "GetMetrics", "UpdateLogger"]
+_OF_ITS_ELECTOR = ["GetLeaderElectorConfig", "UpdateLeaderElectorConfig", "LeaderDemote"]
+ANY_NODE = {f"AdminService.{name}" for name in _OF_THE_NODE + _OF_ITS_ELECTOR}
+ANY_NODE |= {"ConfigService.ReloadConfig", "MetaService.GetClusterInfo"}
 
 
 def test_with_require_leader_only_the_leader_serves_all_but_the_node_calls(tmp_path: Path) -> None:

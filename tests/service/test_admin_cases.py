@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from test_meta_cases import Fields, Refused, block_refusals, registration_refusals
+from test_meta_cases import Fields, Refused, block_refusals, invalid, registration_refusals
 from test_transport_drivers import eventually
 from test_transport_sites import Site, group_spec, instance_fields, unique
 
@@ -85,14 +85,10 @@ def _refused(rule: str, code: str, fields: Callable[[Site], Fields], *texts: str
     return Refused(rule, fields, code, texts)
 
 
-def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
-    return Refused(rule, fields, "INVALID_ARGUMENT", texts)
-
-
 def _unknown(api: str, field: str) -> list[Refused]:
     return [
-        _invalid("no name", lambda _site: {field: ""}, f"{api}: {{{field}}}", "required"),
-        _invalid("unknown name", lambda _site: {field: "nowhere"}, "'nowhere'", "does not exist"),
+        invalid("no name", lambda _site: {field: ""}, f"{api}: {{{field}}}", "required"),
+        invalid("unknown name", lambda _site: {field: "nowhere"}, "'nowhere'", "does not exist"),
     ]
 
 
@@ -106,10 +102,10 @@ def _storage_refusals(name: Callable[[Site], str]) -> list[Refused]:
     The rules of fields are tested where they are kept: here are one of them and what the messages have to hold.
     """
     return [
-        _invalid("no storage", lambda _site: {}, "storage"),
-        _invalid("no spec", lambda _site: {"storage": {"global_unique_name": "x"}}, "storage_spec", "nfs"),
+        invalid("no storage", lambda _site: {}, "storage"),
+        invalid("no spec", lambda _site: {"storage": {"global_unique_name": "x"}}, "storage_spec", "nfs"),
         _refused("local", "UNSUPPORTED", lambda site: _storage(name(site), local={}), "local", "nfs"),
-        _invalid("no root", lambda site: _storage(name(site), nfs={}), "NfsStorageSpec", "root_path"),
+        invalid("no root", lambda site: _storage(name(site), nfs={}), "NfsStorageSpec", "root_path"),
         _refused("no directory", "IO_ERROR", lambda s: _storage(name(s), nfs={"root_path": FILE}), "root_path", FILE),
     ]
 
@@ -126,22 +122,19 @@ def _group_refusals() -> list[Refused]:
             del inner[path[-1]]
             return request
 
-        return _invalid(f"no {path[-1]}", fields, text)
+        return invalid(f"no {path[-1]}", fields, text)
 
     indexer = ("cache_config", "meta_indexer_config")
     return [
-        nested("name", "name"),
-        nested("storage_candidates", "storage_candidates"),
-        nested("global_quota_group_name", "global_quota_group_name"),
-        nested("cache_config", "cache_config"),
+        *(nested(name, name) for name in ("name", "storage_candidates", "global_quota_group_name", "cache_config")),
         nested("reclaim_strategy", "cache_config", "reclaim_strategy"),
         nested("storage_unique_name", "cache_config", "reclaim_strategy", "storage_unique_name"),
         nested("storage_type", *indexer, "meta_storage_backend_config"),
         nested("type", *indexer, "meta_cache_policy_config"),
-        _invalid("no strategy", lambda _site: _group(strategy="CPS_UNSPECIFIED"), "data_storage_strategy"),
-        _invalid("unknown strategy", lambda _site: _group(strategy=99), "data_storage_strategy", "99"),
-        _invalid("a type limit of an unknown type", lambda _site: _group(types={99: 1}), "storage_type", "99"),
-        _invalid("negative capacity", lambda _site: _group(capacity=-1), "capacity", "-1"),
+        invalid("no strategy", lambda _site: _group(strategy="CPS_UNSPECIFIED"), "data_storage_strategy"),
+        invalid("unknown strategy", lambda _site: _group(strategy=99), "data_storage_strategy", "99"),
+        invalid("a type limit of an unknown type", lambda _site: _group(types={99: 1}), "storage_type", "99"),
+        invalid("negative capacity", lambda _site: _group(capacity=-1), "capacity", "-1"),
     ]
 
 
@@ -152,22 +145,22 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     ],
     "AdminService.UpdateStorage": [
         *_storage_refusals(Site.storage),
-        _invalid("unknown name", lambda _site: _storage("nowhere"), "'nowhere'", "does not exist"),
+        invalid("unknown name", lambda _site: _storage("nowhere"), "'nowhere'", "does not exist"),
     ],
     "AdminService.EnableStorage": _unknown("EnableStorage", "storage_unique_name"),
     "AdminService.DisableStorage": _unknown("DisableStorage", "storage_unique_name"),
     "AdminService.RemoveStorage": _unknown("RemoveStorage", "storage_unique_name"),
     "AdminService.CreateInstanceGroup": [
-        _invalid("no group", lambda _site: {}, "instance_group"),
+        invalid("no group", lambda _site: {}, "instance_group"),
         *_group_refusals(),
         _refused("taken", "DUPLICATE_ENTITY", lambda s: _group("s", name=s.group()), "group-", "UpdateInstanceGroup"),
     ],
     "AdminService.UpdateInstanceGroup": [
-        _invalid("no group", lambda _site: {}, "instance_group"),
-        _invalid("negative capacity", lambda s: _updated_group(s, capacity=-1), "capacity", "-1"),
-        _invalid("unknown name", lambda _site: _group("s", name="nowhere"), "'nowhere'", "does not exist"),
-        _invalid("another current version", lambda s: _updated_group(s, current=7), "current_version", "7", "1"),
-        _invalid("a version that does not grow", lambda s: _updated_group(s, version=1), "version", "above 1"),
+        invalid("no group", lambda _site: {}, "instance_group"),
+        invalid("negative capacity", lambda s: _updated_group(s, capacity=-1), "capacity", "-1"),
+        invalid("unknown name", lambda _site: _group("s", name="nowhere"), "'nowhere'", "does not exist"),
+        invalid("another current version", lambda s: _updated_group(s, current=7), "current_version", "7", "1"),
+        invalid("a version that does not grow", lambda s: _updated_group(s, version=1), "version", "above 1"),
     ],
     "AdminService.RemoveInstanceGroup": _unknown("RemoveInstanceGroup", "name"),
     "AdminService.GetInstanceGroup": _unknown("GetInstanceGroup", "name"),
@@ -176,24 +169,24 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     "AdminService.RegisterInstance": registration_refusals(),
     "AdminService.RemoveInstance": [
         _unknown_instance("unknown instance", "nobody"),
-        _invalid("no instance", lambda _site: {}, "instance_id"),
+        invalid("no instance", lambda _site: {}, "instance_id"),
     ],
     "AdminService.GetInstanceInfo": [_unknown_instance("unknown instance", "nobody")],
     "AdminService.AddAccount": [
-        _invalid("no name", lambda _site: {"password": "p"}, "user_name", "required"),
-        _invalid("no password", lambda _site: {"user_name": "u"}, "password", "required"),
-        _invalid("control character", lambda _site: {"user_name": "a\tb", "password": "p"}, "user_name", "control"),
-        _invalid("unknown role", lambda _site: {"user_name": "u", "password": "p", "role": 9}, "role", "ROLE_USER"),
+        invalid("no name", lambda _site: {"password": "p"}, "user_name", "required"),
+        invalid("no password", lambda _site: {"user_name": "u"}, "password", "required"),
+        invalid("control character", lambda _site: {"user_name": "a\tb", "password": "p"}, "user_name", "control"),
+        invalid("unknown role", lambda _site: {"user_name": "u", "password": "p", "role": 9}, "role", "ROLE_USER"),
         _refused("taken", "DUPLICATE_ENTITY", lambda site: {**_account(site), "password": "q"}, "user-", "exists"),
     ],
     "AdminService.DeleteAccount": _unknown("DeleteAccount", "user_name"),
     "AdminService.LoadConfigSnapshot": [
-        _invalid("no text", lambda _site: {}, "config_snapshot", "empty"),
-        _invalid("no JSON", lambda _site: {"config_snapshot": "{"}, "config_snapshot", "JSON"),
-        _invalid("another format", lambda _site: {"config_snapshot": "{}"}, "format", "kvcm-config"),
+        invalid("no text", lambda _site: {}, "config_snapshot", "empty"),
+        invalid("no JSON", lambda _site: {"config_snapshot": "{"}, "config_snapshot", "JSON"),
+        invalid("another format", lambda _site: {"config_snapshot": "{}"}, "format", "kvcm-config"),
     ],
     "AdminService.UpdateLogger": [
-        _invalid("no level", lambda _site: {}, "log_level", "DEBUG"),
-        _invalid("unknown level", lambda _site: {"log_level": "loud"}, "log_level", "'loud'", "DEBUG"),
+        invalid("no level", lambda _site: {}, "log_level", "DEBUG"),
+        invalid("unknown level", lambda _site: {"log_level": "loud"}, "log_level", "'loud'", "DEBUG"),
     ],
 }

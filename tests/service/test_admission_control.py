@@ -36,30 +36,10 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
-from kvcm.service.admission import (
-    DEADLINE,
-    QUEUE,
-    REASONS,
-    AdmissionSettings,
-    GuardedAdmission,
-    LoopDelay,
-    RequestQueue,
-    TokenBuckets,
-    key_count,
-)
+from kvcm.service import admission, request_limits
 from kvcm.service.calls import Arrival, Call, Plane, Reply
 from kvcm.service.json_codec import MalformedBody
 from kvcm.service.rejections import RateLimitedError, RejectedError
-from kvcm.service.request_limits import (
-    MAX_ENTRIES,
-    MAX_FREE_TEXT_BYTES,
-    MAX_NAME_BYTES,
-    MAX_SNAPSHOT_BYTES,
-    MAX_TEXT_BYTES,
-    BodyReader,
-    RequestLimits,
-    RequestSizes,
-)
 
 
 async def _nothing(_request: Any) -> Reply:
@@ -89,7 +69,7 @@ class Clock:
 async def _refused(entering: Awaitable[Any]) -> RejectedError:
     with pytest.raises(RejectedError) as refused:
         await entering
-    assert refused.value.reason in REASONS
+    assert refused.value.reason in admission.REASONS
     return refused.value
 
 
@@ -97,8 +77,10 @@ class Rig:
     """An admission with a clock and a wait that stand still."""
 
     def __init__(self, **settings: Any) -> None:
-        self.clock, self.delay = Clock(), LoopDelay()
-        self.admission = GuardedAdmission(AdmissionSettings(**settings), lambda: 1000, self.delay, self.clock)
+        self.clock, self.delay = Clock(), admission.LoopDelay()
+        self.admission = admission.GuardedAdmission(
+            admission.AdmissionSettings(**settings), lambda: 1000, self.delay, self.clock
+        )
 
     async def enter(self, keys: int, peer: str = "a") -> Any:
         request = meta.GetCacheLocationRequest(block_keys=range(keys))
@@ -191,12 +173,12 @@ async def test_a_long_request_that_is_refused_is_not_charged_for() -> None:
     ],
 )
 def test_the_cost_of_a_request(request_: Any, count: int) -> None:
-    assert key_count(_call(type(request_)), request_) == count
+    assert admission.key_count(_call(type(request_)), request_) == count
 
 
-def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[RequestQueue, Clock]:
+def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[admission.RequestQueue, Clock]:
     clock = Clock()
-    return RequestQueue(clock, slots, places, most_wait), clock
+    return admission.RequestQueue(clock, slots, places, most_wait), clock
 
 
 async def _settled() -> None:
@@ -204,7 +186,7 @@ async def _settled() -> None:
         await asyncio.sleep(0)
 
 
-async def _paced(lane: RequestQueue, clock: Clock, seconds: float) -> None:
+async def _paced(lane: admission.RequestQueue, clock: Clock, seconds: float) -> None:
     """Have the lane measure a pace."""
     began = await lane.enter(None)
     clock.now += seconds
@@ -219,7 +201,7 @@ async def test_a_request_that_would_wait_too_long_at_this_pace_is_refused_at_onc
     await _settled()
     assert lane.waiting == 4
     refused = await _refused(lane.enter(None))
-    assert (refused.reason, refused.http_status, refused.retry_after_seconds) == (QUEUE, 503, 2.5)
+    assert (refused.reason, refused.http_status, refused.retry_after_seconds) == (admission.QUEUE, 503, 2.5)
     for began in running * 2:
         lane.leave(began)
         await _settled()
@@ -231,7 +213,7 @@ async def test_a_deadline_that_the_pace_cannot_meet_is_refused_at_once() -> None
     await _paced(lane, clock, 1.0)
     began = await lane.enter(None)
     refused = await _refused(lane.enter(clock.now + 2.0))  # a second to wait, and one to be answered
-    assert (refused.reason, lane.waiting) == (DEADLINE, 0)
+    assert (refused.reason, lane.waiting) == (admission.DEADLINE, 0)
     waiting = asyncio.create_task(lane.enter(clock.now + 60.0))
     await _settled()
     assert lane.waiting == 1
@@ -245,10 +227,10 @@ async def test_a_slot_that_is_free_is_taken_whatever_the_pace() -> None:
     assert await lane.enter(clock.now + 0.001) == clock.now
 
 
-@pytest.mark.parametrize(("most_wait", "left", "reason"), [(0.01, None, QUEUE), (0.0, 0.01, DEADLINE)])
-async def test_whose_turn_does_not_come_in_time_is_refused_then(
-    most_wait: float, left: float | None, reason: str
-) -> None:
+@pytest.mark.parametrize(
+    ("most_wait", "left", "reason"), [(0.01, None, admission.QUEUE), (0.0, 0.01, admission.DEADLINE)]
+)
+async def test_whose_turn_comes_too_late_is_refused_then(most_wait: float, left: float | None, reason: str) -> None:
     lane, clock = _lane(most_wait=most_wait)
     await lane.enter(None)
     refused = await _refused(lane.enter(None if left is None else clock.now + left))
@@ -323,7 +305,7 @@ def _take(tasks: list[asyncio.Task[Any]], inside: list[asyncio.Task[Any]]) -> No
         tasks.remove(task)
 
 
-def _check(lane: RequestQueue, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:
+def _check(lane: admission.RequestQueue, slots: int, places: int, inside: list[Any], tasks: list[Any]) -> None:
     assert len(inside) <= lane.running <= slots
     assert lane.waiting <= places
     assert lane.running - len(inside) + lane.waiting <= len(tasks)
@@ -356,9 +338,9 @@ class Model:
         return Fraction(0)
 
 
-def _buckets(rate: float = 10, burst: float = 100, most: int = 4) -> tuple[TokenBuckets, Clock]:
+def _buckets(rate: float = 10, burst: float = 100, most: int = 4) -> tuple[admission.TokenBuckets, Clock]:
     time = Clock(Fraction(0))
-    buckets = TokenBuckets(time, most)
+    buckets = admission.TokenBuckets(time, most)
     buckets.set(rate, burst)
     return buckets, time
 
@@ -590,8 +572,10 @@ def test_a_loop_that_is_late_sheds_and_recovers(limited: Limited) -> None:
         assert eventually(lambda: api.ok("GetClusterInfo"))
 
 
-READER = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 10, 0.0))
-STRICT = BodyReader(RequestLimits(max_keys=4096, max_tokens=65_536), RequestQueue(time.monotonic, 1, 10, 0.0))
+READER = request_limits.BodyReader(request_limits.RequestLimits(), admission.RequestQueue(time.monotonic, 1, 10, 0.0))
+STRICT = request_limits.BodyReader(
+    request_limits.RequestLimits(max_keys=4096, max_tokens=65_536), admission.RequestQueue(time.monotonic, 1, 10, 0.0)
+)
 
 
 def _match(keys: int, tokens: int) -> Any:
@@ -693,7 +677,9 @@ async def test_the_loop_goes_on_while_a_large_body_is_read() -> None:
 
 
 async def test_large_bodies_are_read_one_at_a_time_and_those_that_find_no_place_turned_away() -> None:
-    reader = BodyReader(RequestLimits(), RequestQueue(time.monotonic, 1, 1, 0.0))
+    reader = request_limits.BodyReader(
+        request_limits.RequestLimits(), admission.RequestQueue(time.monotonic, 1, 1, 0.0)
+    )
     body = json.dumps(json_format.MessageToDict(_finish(1000, 8), preserving_proto_field_name=True)).encode()
     results = await asyncio.gather(*(reader.json(FINISH, body) for _ in range(3)), return_exceptions=True)
     assert [isinstance(result, RejectedError) for result in results] == [False, False, True]
@@ -701,17 +687,17 @@ async def test_large_bodies_are_read_one_at_a_time_and_those_that_find_no_place_
     assert await reader.json(FINISH, b"{}") == meta.FinishWriteCacheRequest()
 
 
-LIMITS = RequestLimits(max_keys=2000, max_tokens=3000)
-SIZES = RequestSizes(LIMITS)
+LIMITS = request_limits.RequestLimits(max_keys=2000, max_tokens=3000)
+SIZES = request_limits.RequestSizes(LIMITS)
 LIMIT_OF_LIST = {
     **dict.fromkeys(("block_keys", "values", "location_spec_group_names", "locations", "parts"), 2000),
     "token_ids": 3000,
 }
 NAMES = ("instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names")
 LIMIT_OF_TEXT = {
-    **dict.fromkeys(NAMES, MAX_NAME_BYTES),
-    **dict.fromkeys(("extra", "user_data", "lora_name"), MAX_FREE_TEXT_BYTES),
-    "config_snapshot": MAX_SNAPSHOT_BYTES,
+    **dict.fromkeys(NAMES, request_limits.MAX_NAME_BYTES),
+    **dict.fromkeys(("extra", "user_data", "lora_name"), request_limits.MAX_FREE_TEXT_BYTES),
+    "config_snapshot": request_limits.MAX_SNAPSHOT_BYTES,
 }
 READ_BY_HANDLERS = {"locations", "parts"}
 REQUESTS = [GetMessageClass(method.input_type) for service in SERVICES.values() for method in service.methods]
@@ -729,9 +715,9 @@ def _limited(path: tuple[Any, ...]) -> Iterator[tuple[str, int]]:
     """Yield each limited quantity of a field, its text or its entries, and the most allowed."""
     last = path[-1]
     if last.type in {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}:
-        yield "text", LIMIT_OF_TEXT.get(last.name, MAX_TEXT_BYTES)
+        yield "text", LIMIT_OF_TEXT.get(last.name, request_limits.MAX_TEXT_BYTES)
     if last.is_repeated:
-        yield "entries", LIMIT_OF_LIST.get(last.name, MAX_ENTRIES)
+        yield "entries", LIMIT_OF_LIST.get(last.name, request_limits.MAX_ENTRIES)
 
 
 def _with(request_type: Any, path: tuple[Any, ...], kind: str, size: int) -> Any:
@@ -770,8 +756,8 @@ def test_every_field_of_every_request_has_a_limit() -> None:
 
 
 def test_limits_of_keys_and_tokens_follow_the_settings() -> None:
-    limits = RequestLimits(max_keys=3, max_tokens=5)
-    sizes = RequestSizes(limits)
+    limits = request_limits.RequestLimits(max_keys=3, max_tokens=5)
+    sizes = request_limits.RequestSizes(limits)
     request = meta.GetCacheLocationRequest(block_keys=range(4), token_ids=range(6))
     with pytest.raises(InvalidArgumentError, match="block_keys has 4 entries, at most 3"):
         sizes.check(request)

@@ -13,7 +13,6 @@ from fake_clock import FakeClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcm.service.alerts
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.manager import CacheManager
 from kvcm.cache.removal import Remover
@@ -31,33 +30,10 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
-from kvcm.service import alert_watch, vitals_history
+from kvcm.service import alert_watch, alerts, usage_values, vitals_history
 from kvcm.service.alert_watch import AlertSources, AlertWatch, RecentGrowth
-from kvcm.service.alerts import (
-    Alert,
-    AlertInputs,
-    Severity,
-    cluster_alerts,
-    duration_text,
-    group_alerts,
-    percent,
-    storage_alerts,
-)
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
-from kvcm.service.usage_values import (
-    DrainState,
-    DrainStatus,
-    GlobalQuotaUsage,
-    GroupStorageUsage,
-    GroupUsage,
-    InstanceUsage,
-    StorageStatus,
-    StorageUsage,
-    TypeUsage,
-    Usage,
-    UsageReport,
-)
 from kvcm.service.vitals import ManagerView
 from kvcm.service.vitals_history import Rates, Series, quantile, rates_between
 from kvcm.storage.directory import StorageDirectory
@@ -94,62 +70,64 @@ def configured(ratio: float = 0.8, delay_ms: int = 0, storages: tuple[str, ...] 
     return InstanceGroup("g", storages, quota=InstanceGroupQuota(10 * GIB), cache_config=CacheConfig(strategy))
 
 
-def usage(used: float, capacity: int = 10, mark: float = 8, deleting: float = 0) -> Usage:
+def usage(used: float, capacity: int = 10, mark: float = 8, deleting: float = 0) -> usage_values.Usage:
     high = int(mark * GIB) if mark >= 0 else -1
-    return Usage(int(used * GIB), int(deleting * GIB), capacity * GIB, high, high)
+    return usage_values.Usage(int(used * GIB), int(deleting * GIB), capacity * GIB, high, high)
 
 
-def status(name: str = "disk", reason: str | None = None, **fields: Any) -> StorageStatus:
+def status(name: str = "disk", reason: str | None = None, **fields: Any) -> usage_values.StorageStatus:
     """Return the status of a storage, which is down if there is a reason."""
     health = HealthState.SH_UP if reason is None else HealthState.SH_DOWN
-    found = StorageStatus(name, is_enabled=True, health=health, since_ms=int((NOW - 600) * 1000))
+    found = usage_values.StorageStatus(name, is_enabled=True, health=health, since_ms=int((NOW - 600) * 1000))
     return replace(found, **{"reason": reason or "", **fields})
 
 
-def used_by(total: Usage, **fields: Any) -> GroupUsage:
+def used_by(total: usage_values.Usage, **fields: Any) -> usage_values.GroupUsage:
     parts: dict[str, Any] = {"types": (), "storages": (), "instances": (), "pinned_bytes": 0}
     parts |= {"pin_budget_bytes": 0, "refused_writes": 0, **fields}
-    return GroupUsage("g", total, **parts)
+    return usage_values.GroupUsage("g", total, **parts)
 
 
-def facts(group: GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any) -> AlertInputs:
+def facts(
+    group: usage_values.GroupUsage | None = None, config: InstanceGroup | None = None, **fields: Any
+) -> alerts.AlertInputs:
     groups = () if group is None else (group,)
-    report = UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
+    report = usage_values.UsageReport(groups, fields.pop("storage_usages", ()), fields.pop("quotas", ()))
     given: dict[str, Any] = {"storages": {"disk": status()}, "types": {"disk": StorageType.ST_NFS}, "leader": "m1"}
-    return AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
+    return alerts.AlertInputs(NOW, report, {"g": config or configured()}, **{**given, "node_id": "m1", **fields})
 
 
-def only(found: Any) -> Alert:
+def only(found: Any) -> alerts.Alert:
     (alert,) = found
-    assert isinstance(alert, Alert)
+    assert isinstance(alert, alerts.Alert)
     return alert
 
 
-def of_group(group: GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> Alert:
-    return only(group_alerts(facts(group, config, **fields)))
+def of_group(group: usage_values.GroupUsage, config: InstanceGroup | None = None, **fields: Any) -> alerts.Alert:
+    return only(alerts.group_alerts(facts(group, config, **fields)))
 
 
 def test_a_group_below_its_mark_is_fine_and_so_is_one_at_a_high_mark() -> None:
-    assert list(group_alerts(facts(used_by(usage(7.9))))) == []
-    assert list(group_alerts(facts(used_by(usage(9.5, mark=9.6))))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(7.9))))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(9.5, mark=9.6))))) == []
 
 
 def test_a_full_group_that_refuses_writes_is_a_page_and_either_alone_is_a_ticket() -> None:
     full = of_group(used_by(usage(9.9)), refused={"g": 53})
-    assert (full.name, full.severity) == ("KvcmGroupFull", Severity.ALERT_PAGE)
+    assert (full.name, full.severity) == ("KvcmGroupFull", alerts.Severity.ALERT_PAGE)
     assert full.summary == "Group g is full and refused 53 writes in the last 5 minutes."
     assert full.reason.startswith("Its quota is 99 % used (9.9 GiB of 10.0 GiB).")
     short = of_group(used_by(usage(7)), refused={"g": 1})
-    assert short.severity is Severity.ALERT_TICKET
+    assert short.severity is alerts.Severity.ALERT_TICKET
     assert short.summary == "Group g is short of space and refused 1 write in the last 5 minutes."
-    assert of_group(used_by(usage(9.9))).severity is Severity.ALERT_TICKET
+    assert of_group(used_by(usage(9.9))).severity is alerts.Severity.ALERT_TICKET
     assert of_group(used_by(usage(9.2))).name == "KvcmGroupNearlyFull"
 
 
 FULL, DELETING, UNMARKED = used_by(usage(9.9)), used_by(usage(9.9, deleting=4)), used_by(usage(9.9, mark=-1))
 OF_DISK = {"deleting": {"g": {"disk": 4 * GIB}}}
 AWAY = {"disk": status(reason="not mounted"), "spare": status("spare")}
-HELD: dict[str, tuple[GroupUsage, InstanceGroup, dict[str, Any]]] = {
+HELD: dict[str, tuple[usage_values.GroupUsage, InstanceGroup, dict[str, Any]]] = {
     "pins": (used_by(usage(9.9), pinned_bytes=6 * GIB), configured(), {}),
     "delay": (DELETING, configured(delay_ms=60_000), OF_DISK),
     "down": (DELETING, configured(storages=("disk", "spare")), {**OF_DISK, "storages": AWAY}),
@@ -191,7 +169,7 @@ def test_the_largest_holder_comes_first_and_trifles_are_left_out() -> None:
 
 
 def test_a_limit_of_blocks_is_reported_in_blocks() -> None:
-    group = used_by(usage(1), instances=(InstanceUsage("m", 1000, 1000, GIB, "lru"),))
+    group = used_by(usage(1), instances=(usage_values.InstanceUsage("m", 1000, 1000, GIB, "lru"),))
     alert = of_group(group, refused={"g": 2})
     assert "The key limit of instance m is 100 % used (1,000 of 1,000 blocks)." in alert.reason
     assert "Eviction begins at 800 blocks" in alert.reason
@@ -199,37 +177,37 @@ def test_a_limit_of_blocks_is_reported_in_blocks() -> None:
 
 
 def test_a_shared_quota_and_a_shared_storage_report_what_others_use() -> None:
-    quota = GlobalQuotaUsage("team", usage(9.9), ("g", "h"))
+    quota = usage_values.GlobalQuotaUsage("team", usage(9.9), ("g", "h"))
     alert = of_group(used_by(usage(2)), refused={"g": 1}, quotas=(quota,))
     assert "The global quota team is 99 % used" in alert.reason
     assert "Other groups use 7.9 GiB of it." in alert.reason
     assert "kvcm quota set team" in alert.advice
     off = of_group(used_by(usage(2)), refused={"g": 1}, quotas=(replace(quota, usage=usage(9.9, mark=-1)),))
     assert "Nothing is evicted because of it: the mark of the global quota team is off." in off.reason
-    shared = StorageUsage("disk", usage(9.9), 0, 2.0, 0, 0)
-    group = used_by(usage(2), storages=(GroupStorageUsage("disk", 2 * GIB, 0),))
+    shared = usage_values.StorageUsage("disk", usage(9.9), 0, 2.0, 0, 0)
+    group = used_by(usage(2), storages=(usage_values.GroupStorageUsage("disk", 2 * GIB, 0),))
     alert = of_group(group, refused={"g": 1}, storage_usages=(shared,))
     assert "Storage disk is 99 % used" in alert.reason
     assert "Other groups use 7.9 GiB of it." in alert.reason
 
 
 def test_the_limit_of_one_storage_is_none_while_another_has_space() -> None:
-    full = StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
+    full = usage_values.StorageUsage("disk", usage(9.9), 0, 0, 0, 0)
     both = {"disk": status(), "spare": status("spare")}
     roomy = facts(used_by(usage(2)), configured(storages=("disk", "spare")), storages=both, storage_usages=(full,))
-    assert list(group_alerts(roomy)) == []
+    assert list(alerts.group_alerts(roomy)) == []
     half = replace(full, storage_unique_name="spare", usage=usage(5))
     limited = replace(roomy, usage=replace(roomy.usage, storages=(full, half)))
-    assert list(group_alerts(limited)) == []
+    assert list(alerts.group_alerts(limited)) == []
     fuller = replace(half, usage=usage(9.95))
-    reason = only(group_alerts(replace(roomy, usage=replace(roomy.usage, storages=(full, fuller))))).reason
+    reason = only(alerts.group_alerts(replace(roomy, usage=replace(roomy.usage, storages=(full, fuller))))).reason
     assert "Storage disk is 99 % used" in reason
     drained = {**both, "spare": status("spare", is_draining=True)}
-    assert only(group_alerts(replace(roomy, storages=drained))).name == "KvcmGroupFull"
+    assert only(alerts.group_alerts(replace(roomy, storages=drained))).name == "KvcmGroupFull"
 
 
 def test_a_type_s_quota_limits_the_storages_of_that_type() -> None:
-    group = used_by(usage(2), types=(TypeUsage(StorageType.ST_NFS, usage(1, capacity=1)),))
+    group = used_by(usage(2), types=(usage_values.TypeUsage(StorageType.ST_NFS, usage(1, capacity=1)),))
     assert "Its quota for storages of type file is 100 % used" in of_group(group).reason
 
 
@@ -239,7 +217,7 @@ def test_a_medium_that_others_filled_is_a_limit() -> None:
     assert "The medium of storage disk is 99 % used (99.0 GiB of 100.0 GiB)." in alert.reason
     assert "Other files take the space." in alert.reason
     roomy = {"disk": status(medium_bytes=100 * GIB, medium_free_bytes=7 * GIB)}
-    assert list(group_alerts(facts(used_by(usage(2)), storages=roomy))) == []
+    assert list(alerts.group_alerts(facts(used_by(usage(2)), storages=roomy))) == []
 
 
 def test_a_group_without_a_storage_says_what_each_of_them_lacks() -> None:
@@ -249,7 +227,7 @@ def test_a_group_without_a_storage_says_what_each_of_them_lacks() -> None:
         "c": status("c", is_draining=True),
     }
     alert = of_group(used_by(usage(1)), configured(storages=("a", "b", "c", "d")), storages=storages)
-    assert (alert.name, alert.severity) == ("KvcmGroupWithoutStorage", Severity.ALERT_PAGE)
+    assert (alert.name, alert.severity) == ("KvcmGroupWithoutStorage", alerts.Severity.ALERT_PAGE)
     assert alert.reason == (
         "Storage a is down (mount is gone), storage b is disabled, storage c is being drained and storage d is not "
         "configured."
@@ -268,11 +246,11 @@ def of_disk(**fields: Any) -> dict[str, Any]:
 
 
 def of_usage(**fields: Any) -> dict[str, Any]:
-    return {"storage_usages": (replace(StorageUsage("disk", usage(1), 0, 0.5, 0, 0), **fields),)}
+    return {"storage_usages": (replace(usage_values.StorageUsage("disk", usage(1), 0, 0.5, 0, 0), **fields),)}
 
 
 LATE = {**of_usage(), "backlogs": {"disk": Backlog(4, 0, 7)}}
-DRAIN = DrainStatus("disk", False, DrainState.DRAIN_RUNNING, 0, GIB, "3 locations are pinned")
+DRAIN = usage_values.DrainStatus("disk", False, usage_values.DrainState.DRAIN_RUNNING, 0, GIB, "3 locations are pinned")
 
 
 @pytest.mark.parametrize(
@@ -290,32 +268,32 @@ DRAIN = DrainStatus("disk", False, DrainState.DRAIN_RUNNING, 0, GIB, "3 location
     ],
 )
 def test_faults_of_a_storage_are_reported(name: str, fields: dict[str, Any], text: str) -> None:
-    alert = only(each for each in storage_alerts(facts(**fields)) if each.name == name)
+    alert = only(each for each in alerts.storage_alerts(facts(**fields)) if each.name == name)
     assert text in f"{alert.summary} {alert.reason} {alert.advice}"
 
 
 def test_nothing_is_wrong_with_a_storage_that_is_well_nor_with_a_drain_that_goes_on() -> None:
-    assert list(storage_alerts(facts())) == []
-    done = replace(DRAIN, state=DrainState.DRAIN_DONE)
-    assert list(storage_alerts(facts(drains=(done, replace(DRAIN, reason=""))))) == []
+    assert list(alerts.storage_alerts(facts())) == []
+    done = replace(DRAIN, state=usage_values.DrainState.DRAIN_DONE)
+    assert list(alerts.storage_alerts(facts(drains=(done, replace(DRAIN, reason=""))))) == []
 
 
 def test_managers_and_what_they_share() -> None:
-    assert list(cluster_alerts(facts(certificates={"server": 0.0}))) == []
+    assert list(alerts.cluster_alerts(facts(certificates={"server": 0.0}))) == []
     for name, severity, fields in (
-        ("KvcmNoLeader", Severity.ALERT_PAGE, {"leader": ""}),
-        ("KvcmSeveralLeaders", Severity.ALERT_PAGE, {"leaders": ("m1", "m2")}),
-        ("KvcmStoreAway", Severity.ALERT_PAGE, {"store_trouble": "connection refused"}),
-        ("KvcmAccessesDropped", Severity.ALERT_PAGE, {"dropped_accesses": 5}),
-        ("KvcmWriteSessionsOverdue", Severity.ALERT_TICKET, {"overdue_sessions": 2}),
-        ("KvcmLoopLag", Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
-        ("KvcmCertificateEnds", Severity.ALERT_TICKET, {"certificates": {"server": NOW + 10 * 86_400}}),
-        ("KvcmCertificateEnds", Severity.ALERT_PAGE, {"certificates": {"server": NOW - 3600}}),
+        ("KvcmNoLeader", alerts.Severity.ALERT_PAGE, {"leader": ""}),
+        ("KvcmSeveralLeaders", alerts.Severity.ALERT_PAGE, {"leaders": ("m1", "m2")}),
+        ("KvcmStoreAway", alerts.Severity.ALERT_PAGE, {"store_trouble": "connection refused"}),
+        ("KvcmAccessesDropped", alerts.Severity.ALERT_PAGE, {"dropped_accesses": 5}),
+        ("KvcmWriteSessionsOverdue", alerts.Severity.ALERT_TICKET, {"overdue_sessions": 2}),
+        ("KvcmLoopLag", alerts.Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
+        ("KvcmCertificateEnds", alerts.Severity.ALERT_TICKET, {"certificates": {"server": NOW + 10 * 86_400}}),
+        ("KvcmCertificateEnds", alerts.Severity.ALERT_PAGE, {"certificates": {"server": NOW - 3600}}),
     ):
-        alert = only(cluster_alerts(facts(**fields)))
+        alert = only(alerts.cluster_alerts(facts(**fields)))
         assert (alert.name, alert.severity) == (name, severity)
         assert all(text.endswith(".") for text in (alert.summary, alert.reason, alert.advice))
-    ends = only(cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
+    ends = only(alerts.cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
     assert ends.summary == "The certificate (server) of manager m1 ends in 10 days."
 
 
@@ -332,9 +310,9 @@ def test_counters_count_only_as_long_as_it_is_lately() -> None:
 
 
 def test_numbers_in_sentences() -> None:
-    assert [percent(part, 1000) for part in (5, 991, 9999, 1000)] == ["0.5 %", "99.1 %", "1000 %", "100 %"]
-    assert (percent(99_999, 100_000), percent(0, 0)) == ("99.9 %", "100 %")
-    times = [duration_text(seconds) for seconds in (0.25, 119, 130, 3 * 86_400)]
+    assert [alerts.percent(part, 1000) for part in (5, 991, 9999, 1000)] == ["0.5 %", "99.1 %", "1000 %", "100 %"]
+    assert (alerts.percent(99_999, 100_000), alerts.percent(0, 0)) == ("99.9 %", "100 %")
+    times = [alerts.duration_text(seconds) for seconds in (0.25, 119, 130, 3 * 86_400)]
     assert times == ["250 ms", "119 s", "2 minutes", "3 days"]
 
 
@@ -448,7 +426,7 @@ NAME = re.compile(r'"(Kvcm[A-Za-z]+)"')
 
 
 def _reported() -> set[str]:
-    folder = Path(kvcm.service.alerts.__file__).parent
+    folder = Path(alert_watch.__file__).parent
     return {name for path in folder.glob("*.py") for name in NAME.findall(path.read_text())}
 
 

@@ -23,88 +23,64 @@ _WRITE = "write engine everywhere admin"
 _REMOVE = "remove engine everywhere operator admin"
 _PIN = "pin engine everywhere operator admin"
 _ALL = "viewer operator admin match write remove pin engine everywhere foreign"
+_EVERYBODY = f"{_ALL} anonymous malformed wrong expired"
 _KNOWS_REGISTRATION = "viewer operator admin match write engine everywhere"
 
 MAY = {
     "MetaService": {
-        "RegisterInstance": _WRITE,
-        "GetInstanceInfo": _KNOWS_REGISTRATION,
-        "GetCacheMeta": _MATCH,
-        "GetCacheLocation": _MATCH,
-        "GetCacheLocationLen": _MATCH,
-        "StartWriteCache": _WRITE,
-        "FinishWriteCache": _WRITE,
-        "RemoveCache": _REMOVE,
-        "TrimCache": _REMOVE,
-        "GetClusterInfo": _ALL,
+        _WRITE: "RegisterInstance StartWriteCache FinishWriteCache",
+        _KNOWS_REGISTRATION: "GetInstanceInfo",
+        _MATCH: "GetCacheMeta GetCacheLocation GetCacheLocationLen",
+        _REMOVE: "RemoveCache TrimCache",
+        _ALL: "GetClusterInfo",
     },
-    "LeaseService": {"RenewReadLease": _MATCH, "ReleaseReadLease": _MATCH, "RenewWriteSession": _WRITE},
+    "LeaseService": {_MATCH: "RenewReadLease ReleaseReadLease", _WRITE: "RenewWriteSession"},
     "PinService": {
-        "PinPrefix": _PIN,
-        "UnpinPrefix": _PIN,
-        "ListPins": "pin engine everywhere viewer operator admin",
-        "ReportMissing": _MATCH,
+        _PIN: "PinPrefix UnpinPrefix",
+        "pin engine everywhere viewer operator admin": "ListPins",
+        _MATCH: "ReportMissing",
     },
-    "PoolService": {"ReportPool": "everywhere admin"},
+    "PoolService": {"everywhere admin": "ReportPool"},
     "AdminService": {
-        "AddStorage": _ADMIN,
-        "EnableStorage": _OPERATORS,
-        "DisableStorage": _OPERATORS,
-        "RemoveStorage": _ADMIN,
-        "UpdateStorage": _ADMIN,
-        "ListStorage": _VIEWERS,
-        "CreateInstanceGroup": _ADMIN,
-        "UpdateInstanceGroup": _ADMIN,
-        "RemoveInstanceGroup": _ADMIN,
-        "GetInstanceGroup": _VIEWERS,
-        "GetCacheMeta": _MATCH,
-        "RemoveCache": _REMOVE,
-        "RegisterInstance": _WRITE,
-        "RemoveInstance": _ADMIN,
-        "GetInstanceInfo": _KNOWS_REGISTRATION,
-        "ListInstanceInfo": _VIEWERS,
-        "AddAccount": _ADMIN,
-        "DeleteAccount": _ADMIN,
-        "ListAccount": _OPERATORS,
-        "GenConfigSnapshot": _OPERATORS,
-        "LoadConfigSnapshot": _ADMIN,
-        "GetMetrics": _VIEWERS,
-        "CheckHealth": f"{_ALL} anonymous malformed wrong expired",
-        "GetManagerClusterInfo": _ALL,
-        "LeaderDemote": _OPERATORS,
-        "GetLeaderElectorConfig": _VIEWERS,
-        "UpdateLeaderElectorConfig": _OPERATORS,
-        "UpdateLogger": _OPERATORS,
+        _ADMIN: (
+            "AddStorage RemoveStorage UpdateStorage CreateInstanceGroup UpdateInstanceGroup RemoveInstanceGroup "
+            "RemoveInstance AddAccount DeleteAccount LoadConfigSnapshot"
+        ),
+        _OPERATORS: (
+            "EnableStorage DisableStorage ListAccount GenConfigSnapshot LeaderDemote UpdateLeaderElectorConfig "
+            "UpdateLogger"
+        ),
+        _VIEWERS: "ListStorage GetInstanceGroup ListInstanceInfo GetMetrics GetLeaderElectorConfig",
+        _MATCH: "GetCacheMeta",
+        _REMOVE: "RemoveCache",
+        _WRITE: "RegisterInstance",
+        _KNOWS_REGISTRATION: "GetInstanceInfo",
+        _ALL: "GetManagerClusterInfo",
+        _EVERYBODY: "CheckHealth",
     },
-    "GroupService": {"ListInstanceGroup": _VIEWERS},
+    "GroupService": {_VIEWERS: "ListInstanceGroup"},
     "CapacityService": {
-        "GetUsage": _VIEWERS,
-        "SetGlobalQuota": _ADMIN,
-        "ListGlobalQuota": _VIEWERS,
-        "RemoveGlobalQuota": _ADMIN,
-        "CollectGarbage": _OPERATORS,
-        "ScrubStorage": _OPERATORS,
+        _VIEWERS: "GetUsage ListGlobalQuota",
+        _OPERATORS: "CollectGarbage ScrubStorage",
+        _ADMIN: "SetGlobalQuota RemoveGlobalQuota",
     },
-    "InsightService": {
-        "ListSessions": _VIEWERS,
-        "ExploreBlocks": f"{_MATCH} viewer",
-        "GetCurve": _VIEWERS,
-        "ListAlerts": _VIEWERS,
-    },
-    "StorageService": {"DrainStorage": _OPERATORS, "CancelDrain": _OPERATORS, "ListDrain": _VIEWERS},
-    "ConfigService": {"ReloadConfig": _OPERATORS},
+    "InsightService": {_VIEWERS: "ListSessions GetCurve ListAlerts", f"{_MATCH} viewer": "ExploreBlocks"},
+    "StorageService": {_OPERATORS: "DrainStorage CancelDrain", _VIEWERS: "ListDrain"},
+    "ConfigService": {_OPERATORS: "ReloadConfig"},
     "AccessService": {
-        "CreateKey": _ADMIN,
-        "ListKeys": _OPERATORS,
-        "RotateKey": _ADMIN,
-        "RevokeKey": _ADMIN,
-        "Login": f"{_ALL} anonymous malformed wrong expired",
-        "Logout": _ALL,
-        "SetPassword": _ADMIN,  # a login may change the password of its own account: test_passwords_and_first_keys.py
-        "WhoAmI": _ALL,
+        # A login may change the password of its own account: test_passwords_and_first_keys.py
+        _ADMIN: "CreateKey RotateKey RevokeKey SetPassword",
+        _OPERATORS: "ListKeys",
+        _ALL: "Logout WhoAmI",
+        _EVERYBODY: "Login",
     },
 }
-_MAY_CALL = {f"{service}.{name}": set(may.split()) for service, calls in MAY.items() for name, may in calls.items()}
+_MAY_CALL = {
+    f"{service}.{name}": set(may.split())
+    for service, calls in MAY.items()
+    for may, names in calls.items()
+    for name in names.split()
+}
 _STRANGERS = {
     "anonymous": ("", "known here|a key is required"),
     "malformed": ("Bearer kvcm_abc", "must be: Bearer"),
@@ -161,7 +137,8 @@ def test_the_table_has_every_call() -> None:
     served = {(service.full_name, method.name) for service in SERVICES.values() for method in service.methods}
     with_debug = {key for key in POLICIES if "debug" in key[0]}
     assert served | with_debug == set(POLICIES)
-    assert {(SERVICES[service].full_name, name) for service, calls in MAY.items() for name in calls} == served
+    listed = [rpc.split(".") for rpc in _MAY_CALL]
+    assert {(SERVICES[service].full_name, name) for service, name in listed} == served
 
 
 @pytest.mark.parametrize("tenants", ["plain"], indirect=True)
@@ -219,20 +196,16 @@ def test_pages_are_shown_to_keys_with_the_permission(tenants: Tenants) -> None:
 
 
 def test_reasons_of_probes_are_shown_to_keys_that_may_view(tenants: Tenants) -> None:
-    shown = {
-        name: tenants.server.page("/readyz?verbose", tenants.keys[name])[1] for name in ("viewer", "engine", "expired")
-    }
+    names = ("viewer", "engine", "expired")
+    shown = {name: tenants.server.page("/readyz?verbose", tenants.keys[name])[1] for name in names}
     assert "metadata-store" in shown["viewer"]
     assert shown["engine"] == shown["expired"] == "ok"
 
 
-_OF_BLOCKS = {
-    "GetCacheLocation": {"block_keys": [1, 2]},
-    "GetCacheLocationLen": {"block_keys": [1, 2]},
-    "GetCacheMeta": {"block_keys": [1, 2]},
-    "StartWriteCache": {"block_keys": [1, 2]},
+_BY_KEYS = ["GetCacheLocation", "GetCacheLocationLen", "GetCacheMeta", "StartWriteCache", "RemoveCache"]
+_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    **{rpc: {"block_keys": [1, 2]} for rpc in _BY_KEYS},
     "FinishWriteCache": {"write_session_id": "0" * 32},
-    "RemoveCache": {"block_keys": [1, 2]},
     "TrimCache": {"strategy": "TS_REMOVE_ALL_CACHE"},
     "PinService.PinPrefix": {"block_keys": [1, 2], "owner": "eve", "ttl_seconds": 60},
     "PinService.ReportMissing": {"parts": [{"block_key": 1, "uri": "file://nfs_01/x"}]},

@@ -40,20 +40,10 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as report_pb
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.service import usage_values
 from kvcm.service.storage_api import DrainView
 from kvcm.service.translate import fill, read
 from kvcm.service.usage_report import IndexUsage, UsageSources, usage_report
-from kvcm.service.usage_values import (
-    DrainState,
-    GlobalQuotaUsage,
-    GroupStorageUsage,
-    GroupUsage,
-    InstanceUsage,
-    StorageUsage,
-    TypeUsage,
-    Usage,
-    UsageReport,
-)
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.store.memory import MemoryLease, MemoryTable
@@ -83,20 +73,22 @@ def test_usage_is_reported_by_group_type_storage_and_instance_invariant_4(site: 
     _set_quota(site, quota_name, 20_000, 0.75)
     instance = site.instance(group)
     site.write(instance, range(3))
-    expected = GroupUsage(
+    expected = usage_values.GroupUsage(
         group,
-        Usage(used, 0, 10_000, 8000, 7800),
-        (TypeUsage(StorageType.ST_DUMMY, Usage(used, 0, 5000, 4000, 3900)),),
-        (GroupStorageUsage(storage, used, 0),),
-        (InstanceUsage(instance, 3, 1000, used, "lru"),),
+        usage_values.Usage(used, 0, 10_000, 8000, 7800),
+        (usage_values.TypeUsage(StorageType.ST_DUMMY, usage_values.Usage(used, 0, 5000, 4000, 3900)),),
+        (usage_values.GroupStorageUsage(storage, used, 0),),
+        (usage_values.InstanceUsage(instance, 3, 1000, used, "lru"),),
         pinned_bytes=0,
         pin_budget_bytes=7,
         refused_writes=0,
     )
-    report = read(UsageReport, _usage(site, group))
+    report = read(usage_values.UsageReport, _usage(site, group))
     assert report.groups == (expected,)
-    assert [each.usage for each in report.storages] == [Usage(used, 0, 4000, 2000, 1920)]
-    assert report.global_quotas == (GlobalQuotaUsage(quota_name, Usage(used, 0, 20_000, 15_000, 14_600), (group,)),)
+    assert [each.usage for each in report.storages] == [usage_values.Usage(used, 0, 4000, 2000, 1920)]
+    assert report.global_quotas == (
+        usage_values.GlobalQuotaUsage(quota_name, usage_values.Usage(used, 0, 20_000, 15_000, 14_600), (group,)),
+    )
 
 
 def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
@@ -111,9 +103,7 @@ def test_writes_refused_for_want_of_space_are_counted(site: Site) -> None:
 # ── Global quotas ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_of_two_managers_of_one_store_each_reports_the_drains_of_the_other(
-    tmp_path: Path, redis_standalone: Standalone
-) -> None:
+def test_of_two_managers_each_reports_the_drains_of_the_other(tmp_path: Path, redis_standalone: Standalone) -> None:
     uri = f"kvcm.registry_storage.uri={redis_standalone.uri(f'test-{secrets.token_hex(8)}')}"
     with manager(tmp_path / "a", uri) as one, manager(tmp_path / "b", uri) as two, one.api() as a, two.api() as b:
         here, there = Site(a), Site(b)
@@ -319,7 +309,7 @@ async def draining() -> AsyncIterator[Draining]:
 
 async def test_one_that_goes_on_has_no_reason(draining: Draining) -> None:
     (status,) = await draining.view.list_drains()
-    assert (status.storage_unique_name, status.state, status.reason) == ("s", DrainState.DRAIN_RUNNING, "")
+    assert (status.storage_unique_name, status.state, status.reason) == ("s", usage_values.DrainState.DRAIN_RUNNING, "")
     assert status.state.label == "running"
 
 
@@ -405,15 +395,10 @@ def _index(
     return IndexUsage(instance, 7, most, used, deleting or {})
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["x", "y", "gone"]),
-            st.dictionaries(st.sampled_from([A, B, StorageKey("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3),
-        ),
-        max_size=6,
-    )
-)
+_BYTES = st.dictionaries(st.sampled_from([A, B, StorageKey("a", MOONCAKE)]), st.integers(0, 1 << 60), max_size=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["x", "y", "gone"]), _BYTES), max_size=6))
 def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, dict[StorageKey, int]]]) -> None:
     indexes = [_index(name, used, used, instance_id=str(number)) for number, (name, used) in enumerate(held)]
     report = usage_report(UsageSources([_group("x"), _group("y")], [], [GlobalQuota("all", 1)], indexes))
@@ -433,21 +418,14 @@ def test_every_byte_is_in_each_breakdown_once_invariant_4(held: list[tuple[str, 
 def test_limits_and_marks_are_those_of_reclaiming() -> None:
     types = (QuotaConfig(NFS, 500),)
     group = _group("x", ratio=0.8, types=types, storage_guarantees=(StorageGuarantee("a", 40),), pin_budget_bytes=9)
-    sources = UsageSources(
-        [group],
-        [_limited("a", 2000), _limited("b")],
-        [GlobalQuota("all", 4000, 0.5)],
-        [_index("x", {A: 300, B: 5}, {A: 20}, most=50)],
-        {"x": 3},
-        {"x": 2},
-        {"a": Backlog(3, 1, 1)},
-    )
-    report = usage_report(sources)
+    limits = ([_limited("a", 2000), _limited("b")], [GlobalQuota("all", 4000, 0.5)])
+    held = ([_index("x", {A: 300, B: 5}, {A: 20}, most=50)], {"x": 3}, {"x": 2}, {"a": Backlog(3, 1, 1)})
+    report = usage_report(UsageSources([group], *limits, *held))
     (found,) = report.groups
-    assert found.total == Usage(305, 20, 1000, 800, 780)
+    assert found.total == usage_values.Usage(305, 20, 1000, 800, 780)
     assert [(kind.storage_type, kind.usage) for kind in found.types] == [
-        (MOONCAKE, Usage(5, 0)),
-        (NFS, Usage(300, 20, 500, 400, 390)),
+        (MOONCAKE, usage_values.Usage(5, 0)),
+        (NFS, usage_values.Usage(300, 20, 500, 400, 390)),
     ]
     assert [(each.storage_unique_name, each.used_bytes, each.guaranteed_bytes) for each in found.storages] == [
         ("a", 300, 40),
@@ -457,24 +435,18 @@ def test_limits_and_marks_are_those_of_reclaiming() -> None:
     assert (instance.key_count, instance.max_key_count, instance.used_bytes, instance.policy) == (7, 50, 305, "lfu")
     assert (found.pinned_bytes, found.pin_budget_bytes, found.refused_writes) == (3, 9, 2)
     assert report.storages == (
-        StorageUsage("a", Usage(300, 20, 2000, 1800, 1760), 40, 0.5, 4, 1),
-        StorageUsage("b", Usage(5, 0), 0, 0.0, 0, 0),
+        usage_values.StorageUsage("a", usage_values.Usage(300, 20, 2000, 1800, 1760), 40, 0.5, 4, 1),
+        usage_values.StorageUsage("b", usage_values.Usage(5, 0), 0, 0.0, 0, 0),
     )
-    assert report.global_quotas == (GlobalQuotaUsage("all", Usage(305, 20, 4000, 2000, 1920), ("x",)),)
+    assert report.global_quotas == (
+        usage_values.GlobalQuotaUsage("all", usage_values.Usage(305, 20, 4000, 2000, 1920), ("x",)),
+    )
 
 
 def test_a_mark_leaves_space_for_the_largest_block_under_the_limit() -> None:
-    sources = UsageSources(
-        [_group("x", ratio=1.0), _group("y")],
-        [_limited("a", 1000)],
-        [],
-        [
-            _index("x", {A: 1}, block=300),
-            _index("x", {A: 1}, block=200, instance_id="j"),
-            _index("y", {B: 1}, block=900),
-        ],
-    )
-    report = usage_report(sources)
+    of_x = [_index("x", {A: 1}, block=300), _index("x", {A: 1}, block=200, instance_id="j")]
+    indexes = [*of_x, _index("y", {B: 1}, block=900)]
+    report = usage_report(UsageSources([_group("x", ratio=1.0), _group("y")], [_limited("a", 1000)], [], indexes))
     assert report.groups[0].total.high_mark_bytes == 700
     assert report.storages[0].usage.high_mark_bytes == 700
 
@@ -486,11 +458,8 @@ def test_of_two_marks_of_a_group_the_lower_one_is_reported() -> None:
 
 
 def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage() -> None:
-    groups = [
-        _group("x", 700),
-        _group("y", 900, storage_candidates=("b", "a")),
-        _group("z", 500, storage_candidates=()),
-    ]
+    others = [_group("y", 900, storage_candidates=("b", "a")), _group("z", 500, storage_candidates=())]
+    groups = [_group("x", 700), *others]
     report = usage_report(UsageSources(groups, [_limited("a", 800), _limited("b")], [], []))
     assert [storage.oversubscription for storage in report.storages] == [2.0, 0.0]
 
@@ -498,9 +467,9 @@ def test_oversubscription_counts_the_quotas_of_groups_that_may_use_the_storage()
 def test_removed_groups_and_storages_that_still_have_bytes_are_reported_without_limits() -> None:
     report = usage_report(UsageSources([], [], [], [_index("gone", {A: 5})]))
     (group,), (storage,) = report.groups, report.storages
-    assert (group.name, group.total) == ("gone", Usage(5, 0, 0))
+    assert (group.name, group.total) == ("gone", usage_values.Usage(5, 0, 0))
     assert [instance.policy for instance in group.instances] == [""]
-    assert (storage.storage_unique_name, storage.usage) == ("a", Usage(5, 0))
+    assert (storage.storage_unique_name, storage.usage) == ("a", usage_values.Usage(5, 0))
 
 
 def test_one_group_is_reported_with_the_storages_and_quotas_that_it_draws_from() -> None:
@@ -526,7 +495,7 @@ def test_a_report_goes_over_the_wire_and_back() -> None:
     report = usage_report(sources)
     message = report_pb.GetUsageResponse()
     fill(message, report)
-    assert read(UsageReport, report_pb.GetUsageResponse.FromString(message.SerializeToString())) == report
+    assert read(usage_values.UsageReport, report_pb.GetUsageResponse.FromString(message.SerializeToString())) == report
     without_header = {field.name for field in message.DESCRIPTOR.fields} - {"header"}
     assert {field.name for field, _ in message.ListFields()} == without_header
 

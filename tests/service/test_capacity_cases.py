@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from test_meta_cases import Fields, Refused
+from test_meta_cases import Fields, Refused, invalid
 from test_transport_sites import Site, unique
 
 
@@ -30,20 +30,16 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
 }
 
 
-def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
-    return Refused(rule, fields, "INVALID_ARGUMENT", texts)
-
-
 def _bad_quota(rule: str, *texts: str, **changes: Any) -> Refused:
-    return _invalid(rule, lambda _site: _quota(**changes), *texts)
+    return invalid(rule, lambda _site: _quota(**changes), *texts)
 
 
 REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     "CapacityService.GetUsage": [
-        _invalid("unknown group", lambda _site: {"instance_group": "nowhere"}, "'nowhere'", "does not exist"),
+        invalid("unknown group", lambda _site: {"instance_group": "nowhere"}, "'nowhere'", "does not exist"),
     ],
     "CapacityService.SetGlobalQuota": [
-        _invalid("no quota", lambda _site: {}, "SetGlobalQuota: {global_quota}", "required"),
+        invalid("no quota", lambda _site: {}, "SetGlobalQuota: {global_quota}", "required"),
         _bad_quota("no name", "name", name=""),
         _bad_quota("a name of 257 bytes", "name", "257", name="x" * 257),
         _bad_quota("negative capacity", "capacity_bytes", "-1", capacity_bytes=-1),
@@ -51,15 +47,15 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
         _bad_quota("a mark that is no number", "used_percentage", "nan", used_percentage=math.nan),
     ],
     "CapacityService.RemoveGlobalQuota": [
-        _invalid("no name", lambda _site: {"name": ""}, "RemoveGlobalQuota: {name}", "required"),
-        _invalid("unknown name", lambda _site: {"name": "nowhere"}, "'nowhere'", "does not exist"),
+        invalid("no name", lambda _site: {"name": ""}, "RemoveGlobalQuota: {name}", "required"),
+        invalid("unknown name", lambda _site: {"name": "nowhere"}, "'nowhere'", "does not exist"),
     ],
     "CapacityService.CollectGarbage": [
         Refused("unknown instance", lambda _site: {"instance_id": "nobody"}, "INSTANCE_NOT_EXIST", ("'nobody'",)),
     ],
     "CapacityService.ScrubStorage": [
-        _invalid("no storage", lambda _site: {}, "ScrubStorage: {storage_unique_name}", "required"),
-        _invalid("unknown storage", lambda _site: {"storage_unique_name": "nowhere"}, "nowhere"),
-        _invalid("negative age", lambda site: {"storage_unique_name": site.storage(), "min_age_seconds": -1}, "-1"),
+        invalid("no storage", lambda _site: {}, "ScrubStorage: {storage_unique_name}", "required"),
+        invalid("unknown storage", lambda _site: {"storage_unique_name": "nowhere"}, "nowhere"),
+        invalid("negative age", lambda site: {"storage_unique_name": site.storage(), "min_age_seconds": -1}, "-1"),
     ],
 }

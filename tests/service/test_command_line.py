@@ -273,12 +273,8 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _completed(words: str, url: str) -> list[str]:
     """Return the completions that bash gets for a line that ends in the middle of a word."""
-    environment = {
-        "_KVCM_COMPLETE": "complete_bash",
-        "COMP_WORDS": f"kvcm {words}",
-        "COMP_CWORD": str(len(words.split())),
-        "KVCM_MANAGER": url,
-    }
+    line = {"COMP_WORDS": f"kvcm {words}", "COMP_CWORD": str(len(words.split()))}
+    environment = {"_KVCM_COMPLETE": "complete_bash", **line, "KVCM_MANAGER": url}
     done = CliRunner().invoke(COMMANDS, prog_name="kvcm", env=environment)
     assert done.stderr == ""
     return done.stdout.split()
@@ -348,12 +344,8 @@ def test_every_command_argument_and_option_says_what_it_does() -> None:
         text = (command.help or "").strip()
         assert text.endswith((".", "`")), path
         assert text[0].isupper(), path
-    silent = [
-        (path, each.name)
-        for path, leaf in LEAVES.items()
-        for each in leaf.params
-        if not (each.help or "").strip().endswith((".", ";"))
-    ]
+    parameters = [(path, each) for path, leaf in LEAVES.items() for each in leaf.params]
+    silent = [(path, each.name) for path, each in parameters if not (each.help or "").strip().endswith((".", ";"))]
     assert silent == []
 
 

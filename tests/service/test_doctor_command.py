@@ -80,9 +80,7 @@ def test_of_a_manager_elsewhere_only_its_answers_are_checked(server: ManagerProc
     assert not any("memory only" in each["found"] for each in findings)
 
 
-def test_settings_that_serve_refuses_are_reported_and_the_rest_is_looked_at(
-    server: ManagerProcess, tmp_path: Path
-) -> None:
+def test_settings_that_serve_refuses_are_reported_and_the_rest_checked(server: ManagerProcess, tmp_path: Path) -> None:
     config = tmp_path / "kvcm.conf"
     config.write_text("kvcm.store.fsnyc=always\n")
     url = f"http://{server.address.admin_http}"

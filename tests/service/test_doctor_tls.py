@@ -40,12 +40,8 @@ def _own(site: TlsSite) -> Pair:
 def _asked(process: ManagerProcess, scheme: str, ca: Path | None = None, own: Pair | None = None) -> list[Finding]:
     """The findings of the doctor, by the authority that it trusts and the certificate that it shows."""
     shown: dict[str, Any] = {} if own is None else {"cert_file": own.cert, "cert_key_file": own.key}
-    connection = Connection(
-        manager=f"{scheme}://{process.address.admin_http}",
-        key_file=process.data_dir / "admin.key" if (process.data_dir / "admin.key").exists() else None,
-        ca_file=ca,
-        **shown,
-    )
+    manager, key = f"{scheme}://{process.address.admin_http}", process.data_dir / "admin.key"
+    connection = Connection(manager=manager, key_file=key if key.exists() else None, ca_file=ca, **shown)
     return list(check_manager(connection.admin(), is_expected=True, shows_certificate=own is not None))
 
 
@@ -101,9 +97,7 @@ def test_tls_to_a_port_of_plain_text_is_reported(server: ManagerProcess) -> None
     ],
     ids=["ended", "other names"],
 )
-def test_a_manager_whose_certificate_is_no_good_is_reported(
-    tmp_path: Path, names: tuple[str, str], lasts: dt.timedelta, advice: str
-) -> None:
+def test_a_bad_certificate_is_found(tmp_path: Path, names: tuple[str, str], lasts: dt.timedelta, advice: str) -> None:
     authority = Authority.make(tmp_path / "ca")
     pair = authority.issue("server", [dns(names[0]), ip(names[1])], lasts)
     tls = (f"kvcm.tls.cert_file={pair.cert}", f"kvcm.tls.key_file={pair.key}")

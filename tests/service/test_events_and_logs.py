@@ -21,9 +21,10 @@ from fake_clock import FakeClock
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from ports import free_port
+from probe_clients import ask
 from structlog.testing import capture_logs
 from test_transport_drivers import Api, eventually
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site
 
 from kvcm.cache.manager import CacheManager
@@ -117,23 +118,12 @@ async def test_the_calls_of_an_engine_are_reported_as_the_original_reports_them(
         assert event.keys() >= ENVELOPE
         assert (event["source"], len(event["id"]), event["trigger_time_us"]) == ("inst", 32, 5000000000)
     start, finish, read = map(fields, events)
-    assert start == {
-        "write_session_id": started.write_session_id,
-        "keys": [-3, 7],
-        "tokens": [],
-        "block_mask": 0,
-        "location_spec_group_names": [],
-        "write_timeout_seconds": 0,
-    }
-    assert finish == {"write_session_id": started.write_session_id, "success_block": 2}
-    assert read == {
-        "query_type": "prefix_match",
-        "keys": [-3, 7, 9],
-        "tokens": [],
-        "block_mask": 1,
-        "sw_size": 0,
-        "location_spec_names": ["tp0"],
-    }
+    session = {"write_session_id": started.write_session_id}
+    written = {"keys": [-3, 7], "tokens": [], "block_mask": 0}
+    assert start == {**session, **written, "location_spec_group_names": [], "write_timeout_seconds": 0}
+    assert finish == {**session, "success_block": 2}
+    asked = {"keys": [-3, 7, 9], "tokens": [], "block_mask": 1}
+    assert read == {**asked, "query_type": "prefix_match", "sw_size": 0, "location_spec_names": ["tp0"]}
 
 
 async def test_query_types_have_the_names_of_the_original(node: Node) -> None:
@@ -195,9 +185,8 @@ async def test_a_write_session_that_expires_is_reported_once(node: Node) -> None
         await node.cache.expire()
         await node.cache.expire()
         await node.executor.run_due()
-    assert [(event["type"], event["reason"], event["keys"], event["bytes"]) for event in events] == [
-        ("expired", "session", [2, 1], 16)
-    ]
+    (event,) = events
+    assert (event["type"], event["reason"], event["keys"], event["bytes"]) == ("expired", "session", [2, 1], 16)
 
 
 def test_events_are_streamed_as_they_happen_until_the_manager_stops(tmp_path: Path) -> None:
@@ -231,13 +220,7 @@ async def test_a_listener_that_goes_away_is_forgotten(node: Node) -> None:
     assert not node.log.is_active
 
 
-_SETTINGS = ("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
-
-
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("keeping"), *_SETTINGS) as process:
-        yield process
+keeping = manager_of_module("kvcm.optimizer.recent_keys=20000", "kvcm.optimizer.sampled_keys=4096")
 
 
 @pytest.fixture
@@ -247,14 +230,9 @@ def kept_api(keeping: ManagerProcess) -> Iterator[Api]:
 
 
 def page(server: ManagerProcess, path: str) -> bytes:
-    connection = http.client.HTTPConnection(server.address.admin_http, timeout=30)
-    try:
-        connection.request("GET", path)
-        answer = connection.getresponse()
-        assert answer.status == 200
-        return answer.read()
-    finally:
-        connection.close()
+    answer = ask(server.address.admin_http, path)
+    assert answer.status == 200
+    return answer.body
 
 
 def recent(server: ManagerProcess, instance: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import grpc
 import pytest
+from probe_clients import rest
 from secured import Secured, secured_over
 from test_transport_drivers import eventually
 from test_transport_sites import Site
@@ -62,15 +63,6 @@ def connected(address: str, context: ssl.SSLContext | None = None, alpn: str = "
         context.set_alpn_protocols([alpn])
         with context.wrap_socket(plain, server_hostname="localhost") as encrypted:
             yield encrypted
-
-
-def rest(connection: socket.socket) -> bytes:
-    """Return everything until the server ends the connection; fails where it never does."""
-    parts = []
-    with contextlib.suppress(ConnectionError, ssl.SSLError):
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)
 
 
 # ── HTTP/1.1 ──

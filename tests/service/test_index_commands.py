@@ -90,9 +90,7 @@ def _on(uri: str) -> tuple[str, str]:
 # ── Export and import ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_deployment_moves_from_a_data_directory_to_redis(
-    tmp_path: Path, stored: tuple[Path, str], redis_uri: str
-) -> None:
+def test_a_deployment_moves_from_a_directory_to_redis(tmp_path: Path, stored: tuple[Path, str], redis_uri: str) -> None:
     data_dir, instance_id = stored
     with manager(tmp_path / "m") as first:
         before = _found(first, instance_id)
@@ -158,9 +156,7 @@ def test_a_damaged_file_is_rejected_before_anything_is_written(tmp_path: Path, s
         assert (done.returncode, reason in done.stderr, copy.exists()) == (1, True, False), done.stderr
 
 
-def test_a_file_that_is_left_of_an_export_goes_and_a_link_is_not_followed(
-    tmp_path: Path, stored: tuple[Path, str]
-) -> None:
+def test_a_file_left_of_an_export_goes_and_a_link_is_not_followed(tmp_path: Path, stored: tuple[Path, str]) -> None:
     temporary, other = tmp_path / "backup.tmp", tmp_path / "other"
     temporary.write_text("half an export")
     done = _index(tmp_path, "export", str(tmp_path / "backup"), *_data(stored[0]))
@@ -266,9 +262,7 @@ def _usage_key(client: Redis, uri: str) -> bytes:
     return bytes(min(client.keys(f"{parse_redis_uri(uri).cluster_name}:u*")))
 
 
-def test_damage_in_redis_is_found_and_mended_while_a_manager_serves(
-    tmp_path: Path, redis_uri: str, redis_standalone: Standalone
-) -> None:
+def test_redis_is_mended_while_a_manager_serves(tmp_path: Path, redis_uri: str, redis_standalone: Standalone) -> None:
     with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
         instance_id = _fill(process)
         with redis_standalone.server.admin() as client:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from test_meta_cases import Fields, Refused
+from test_meta_cases import Fields, Refused, invalid
 from test_transport_sites import Site
 
 GOOD: dict[str, Callable[[Site], Fields]] = {
@@ -15,26 +15,22 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
 }
 
 
-def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
-    return Refused(rule, fields, "INVALID_ARGUMENT", texts)
-
-
 def _unknown_instance(**fields: object) -> Refused:
     named = {"instance_id": "nobody", **fields}
     return Refused("unknown instance", lambda _site: named, "INSTANCE_NOT_EXIST", ("'nobody'",))
 
 
-_UNKNOWN_GROUP = _invalid("unknown group", lambda _site: {"instance_group": "nowhere"}, "'nowhere'", "does not exist")
+_UNKNOWN_GROUP = invalid("unknown group", lambda _site: {"instance_group": "nowhere"}, "'nowhere'", "does not exist")
 
 REFUSED: dict[str, list[Refused]] = {
     "InsightService.ListSessions": [_UNKNOWN_GROUP, _unknown_instance()],
     "InsightService.ExploreBlocks": [
         _unknown_instance(block_keys=[1]),
-        _invalid("no keys", lambda site: {"instance_id": site.instance()}, "block_keys and token_ids", "required"),
+        invalid("no keys", lambda site: {"instance_id": site.instance()}, "block_keys and token_ids", "required"),
     ],
     "InsightService.GetCurve": [
         _UNKNOWN_GROUP,
-        _invalid("no group", lambda _site: {}, "GetCurve: {instance_group}", "required"),
+        invalid("no group", lambda _site: {}, "GetCurve: {instance_group}", "required"),
     ],
     "InsightService.ListAlerts": [_UNKNOWN_GROUP],
 }

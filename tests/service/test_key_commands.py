@@ -56,9 +56,7 @@ def passwords(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def test_an_engine_gets_a_key_in_a_file_of_its_own(
-    server: Secured, admin: Commands, group: str, tmp_path: Path
-) -> None:
+def test_an_engine_gets_a_key_in_its_own_file(server: Secured, admin: Commands, group: str, tmp_path: Path) -> None:
     name, out = unique("engine"), tmp_path / "key"
     create = ("key", "create", "--name", name, "--role", "engine", "--group", group, "--verb", "match")
     shown = admin.ok(*create, "--verb", "write", "--ttl", "30d", "--out", str(out))
@@ -146,9 +144,7 @@ def test_a_person_logs_in_with_a_password(
     assert "give --password-file" in no_one.refused("login", name, exit_code=2)
 
 
-def test_passwords_are_changed_by_administrators_and_by_their_owners(
-    server: Secured, admin: Commands, passwords: Callable[[str], str]
-) -> None:
+def test_admins_and_owners_change_passwords(server: Secured, admin: Commands, passwords: Callable[[str], str]) -> None:
     name = unique("person")
     set_password = ("account", "password", name, "--password-file")
     assert "'never' does not exist" in admin.refused("account", "password", "never", *set_password[3:], passwords("a"))

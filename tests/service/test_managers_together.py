@@ -155,9 +155,7 @@ async def test_an_unknown_instance_is_looked_up_once_and_a_known_one_never(pair:
     assert refreshes == [True]
 
 
-async def test_while_the_store_is_away_no_manager_says_that_an_instance_does_not_exist(
-    pair: tuple[Follower, Follower],
-) -> None:
+async def test_while_the_store_is_away_no_manager_denies_an_instance(pair: tuple[Follower, Follower]) -> None:
     """INSTANCE_NOT_EXIST would make engines register again; IO_ERROR makes them try again."""
 
     async def refresh() -> bool:

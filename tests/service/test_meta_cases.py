@@ -20,23 +20,22 @@ class Refused(NamedTuple):
     texts: tuple[str, ...]
 
 
-def _registration(site: Site, **changes: Any) -> Fields:
-    return {**instance_fields(unique("instance"), site.group()), **changes}
+def _registration(site: Site) -> Fields:
+    return instance_fields(unique("instance"), site.group())
 
 
 def _blocks(site: Site) -> Fields:
     return {"instance_id": site.instance(), "block_keys": KEYS}
 
 
-def _query(site: Site, **changes: Any) -> Fields:
-    return {**_blocks(site), "query_type": "QT_PREFIX_MATCH", **changes}
+def _query(site: Site) -> Fields:
+    return {**_blocks(site), "query_type": "QT_PREFIX_MATCH"}
 
 
-def _finish(site: Site, **changes: Any) -> Fields:
+def _finish(site: Site) -> Fields:
     instance = site.instance()
     started = site.start(instance, KEYS)
-    good = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(3)}
-    return {**good, **changes}
+    return {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(3)}
 
 
 def _trim(site: Site, strategy: str | int, **changes: Any) -> Fields:
@@ -81,8 +80,18 @@ def _unknown_instance(fields: Callable[[Site], Fields], instance: str = "nobody"
     )
 
 
-def _invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
+def invalid(rule: str, fields: Callable[[Site], Fields], *texts: str) -> Refused:
+    """Return the case of a request that is an invalid argument."""
     return Refused(rule, fields, "INVALID_ARGUMENT", texts)
+
+
+def changed(rule: str, fields: Callable[[Site], Fields], *texts: str, **changes: Any) -> Refused:
+    """Return the case of a good request with other values in some of its fields."""
+    return invalid(rule, lambda site: {**fields(site), **changes}, *texts)
+
+
+def _without(field: str, rule: str, fields: Callable[[Site], Fields]) -> Refused:
+    return invalid(rule, lambda site: {key: v for key, v in fields(site).items() if key != field}, field)
 
 
 def block_refusals(fields: Callable[[Site], Fields]) -> list[Refused]:
@@ -91,23 +100,16 @@ def block_refusals(fields: Callable[[Site], Fields]) -> list[Refused]:
     Args:
         fields: makes a good request.
     """
+
+    def of_unknown_size(site: Site) -> Fields:
+        return {**fields(site), "instance_id": site.instance(block_size=0), "block_keys": [], "token_ids": [1, 2]}
+
     return [
         _unknown_instance(fields),
         _unknown_instance(fields, ""),
-        _invalid("no keys", lambda site: {**fields(site), "block_keys": []}, "block_keys and token_ids"),
-        _invalid(
-            "tokens without a block size",
-            lambda site: {
-                **fields(site),
-                "instance_id": site.instance(block_size=0),
-                "block_keys": [],
-                "token_ids": [1, 2],
-            },
-            "block_size",
-        ),
-        _invalid(
-            "too many keys", lambda site: {**fields(site), "block_keys": range(65537)}, "block_keys", "65537", "65536"
-        ),
+        changed("no keys", fields, "block_keys and token_ids", block_keys=[]),
+        invalid("tokens without a block size", of_unknown_size, "block_size"),
+        changed("too many keys", fields, "block_keys", "65537", "65536", block_keys=range(65537)),
     ]
 
 
@@ -115,38 +117,26 @@ def registration_refusals() -> list[Refused]:
     """Return the cases that RegisterInstance of either package refuses; the registry's tests have its other rules."""
     unknown_kind = [{"name": "kv", "size": 1, "kind": 99}]
     return [
-        _invalid(
-            "unknown group", lambda site: _registration(site, instance_group="nowhere"), "'nowhere'", "does not exist"
-        ),
-        _invalid("no id", lambda site: _registration(site, instance_id=""), "instance_id"),
-        _invalid(
-            "no model",
-            lambda site: {key: v for key, v in _registration(site).items() if key != "model_deployment"},
-            "model_deployment",
-        ),
-        _invalid("unknown spec kind", lambda site: _registration(site, location_spec_infos=unknown_kind), "kind", "99"),
+        changed("unknown group", _registration, "'nowhere'", "does not exist", instance_group="nowhere"),
+        changed("no id", _registration, "instance_id", instance_id=""),
+        _without("model_deployment", "no model", _registration),
+        changed("unknown spec kind", _registration, "kind", "99", location_spec_infos=unknown_kind),
     ]
 
 
 def _query_refusals() -> list[Refused]:
     return [
         *block_refusals(_query),
-        _invalid("no query type", lambda site: _query(site, query_type="QT_UNSPECIFIED"), "query_type", "QT_BATCH_GET"),
-        _invalid("unknown query type", lambda site: _query(site, query_type=99), "query_type", "99", "QT_BATCH_GET"),
-        _invalid(
-            "window of 4 over 3 keys",
-            lambda site: _query(site, query_type="QT_REVERSE_ROLL_SW_MATCH", sw_size=4),
-            "sw_size",
-            "4",
-            "3",
+        changed("no query type", _query, "query_type", "QT_BATCH_GET", query_type="QT_UNSPECIFIED"),
+        changed("unknown query type", _query, "query_type", "99", "QT_BATCH_GET", query_type=99),
+        changed(
+            "window of 4 over 3 keys", _query, "sw_size", "4", "3", query_type="QT_REVERSE_ROLL_SW_MATCH", sw_size=4
         ),
     ]
 
 
 def _too_long_lease(fields: Callable[[Site], Fields]) -> Refused:
-    return _invalid(
-        "lease of 600,001 ms", lambda site: {**fields(site), "read_lease_ms": 600_001}, "read_lease_ms", "600000"
-    )
+    return changed("lease of 600,001 ms", fields, "read_lease_ms", "600000", read_lease_ms=600_001)
 
 
 def _renewal(site: Site) -> Fields:
@@ -161,45 +151,36 @@ REFUSED: dict[str, list[Refused]] = {
     "MetaService.GetCacheLocationLen": _query_refusals(),
     "MetaService.StartWriteCache": [
         *block_refusals(_blocks),
-        _invalid(
-            "unknown spec group",
-            lambda site: {**_blocks(site), "location_spec_group_names": ["a", "a", "a"]},
-            "location_spec_group_names",
-            "'a'",
-        ),
+        changed("unknown spec group", _blocks, "location_spec_group_names", "'a'", location_spec_group_names=["a"] * 3),
     ],
     "MetaService.FinishWriteCache": [
         _unknown_instance(_finish),
-        _invalid("no session", lambda site: _finish(site, write_session_id=""), "write_session_id"),
-        _invalid("unknown session", lambda site: _finish(site, write_session_id="x" * 32), "write_session_id", "again"),
-        _invalid(
-            "no success_blocks",
-            lambda site: {key: v for key, v in _finish(site).items() if key != "success_blocks"},
-            "success_blocks",
-        ),
-        _invalid("success_blocks without a mask", lambda site: _finish(site, success_blocks={}), "success_blocks", "3"),
-        _invalid("offset beyond the end", lambda site: _finish(site, success_blocks=mask(4)), "offset", "4", "3"),
+        changed("no session", _finish, "write_session_id", write_session_id=""),
+        changed("unknown session", _finish, "write_session_id", "again", write_session_id="x" * 32),
+        _without("success_blocks", "no success_blocks", _finish),
+        changed("success_blocks without a mask", _finish, "success_blocks", "3", success_blocks={}),
+        changed("offset beyond the end", _finish, "offset", "4", "3", success_blocks=mask(4)),
     ],
     "MetaService.RemoveCache": block_refusals(_blocks),
     "MetaService.TrimCache": [
         _unknown_instance(lambda site: _trim(site, "TS_REMOVE_ALL_CACHE")),
-        _invalid("no strategy", lambda site: _trim(site, "TS_UNSPECIFIED"), "strategy", "TS_REMOVE_ALL_CACHE"),
-        _invalid("unknown strategy", lambda site: _trim(site, 99), "strategy", "99", "TS_TIMESTAMP"),
+        invalid("no strategy", lambda site: _trim(site, "TS_UNSPECIFIED"), "strategy", "TS_REMOVE_ALL_CACHE"),
+        invalid("unknown strategy", lambda site: _trim(site, 99), "strategy", "99", "TS_TIMESTAMP"),
     ],
     "MetaService.GetClusterInfo": [],
     "LeaseService.RenewReadLease": [
         _unknown_instance(_renewal),
-        _invalid("unknown lease", lambda site: {**_renewal(site), "read_lease_id": "x"}, "read_lease_id"),
+        changed("unknown lease", _renewal, "read_lease_id", read_lease_id="x"),
         _too_long_lease(_renewal),
     ],
     "LeaseService.ReleaseReadLease": [
         _unknown_instance(_lease),
-        _invalid("lease of another instance", lambda site: _lease(site, instance_id=site.instance()), "read_lease_id"),
+        invalid("lease of another instance", lambda site: _lease(site, instance_id=site.instance()), "read_lease_id"),
     ],
     "LeaseService.RenewWriteSession": [
         _unknown_instance(_session),
-        _invalid("unknown session", lambda site: _session(site, write_session_id="x"), "write_session_id", "again"),
-        _invalid(
+        changed("unknown session", _session, "write_session_id", "again", write_session_id="x"),
+        invalid(
             "session of another instance", lambda site: _session(site, instance_id=site.instance()), "write_session_id"
         ),
     ],

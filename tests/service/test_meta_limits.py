@@ -59,20 +59,13 @@ def test_a_strategy_for_writes_does_not_hide_readable_blocks_invariant_1(site: S
     assert site.match(instance, [1]) == written
 
 
-@pytest.mark.parametrize(
-    ("retention", "text"),
-    [
-        ({"priority": 101}, "retention.priority is 101"),
-        ({"priority": -101}, "retention.priority is -101"),
-        ({"ttl_seconds": -1}, "retention.ttl_seconds is -1"),
-    ],
-)
-def test_a_bad_hint_does_not_consume_the_session(site: Site, retention: dict[str, int], text: str) -> None:
+@pytest.mark.parametrize(("hint", "value"), [("priority", 101), ("priority", -101), ("ttl_seconds", -1)])
+def test_a_bad_hint_does_not_consume_the_session(site: Site, hint: str, value: int) -> None:
     instance = site.instance()
     started = site.start(instance, [1])
     fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(1)}
-    code, message = site.api.refused("FinishWriteCache", retention=retention, **fields)
-    assert (code, text in message) == ("INVALID_ARGUMENT", True), message
+    code, message = site.api.refused("FinishWriteCache", retention={hint: value}, **fields)
+    assert (code, f"retention.{hint} is {value}" in message) == ("INVALID_ARGUMENT", True), message
     assert site.statuses(instance, [1]) == ["CLS_WRITING"]
     site.api.ok("FinishWriteCache", retention={"priority": -100, "ttl_seconds": 3600}, **fields)
     assert site.hits(instance, [1]) == [1]
@@ -140,9 +133,7 @@ def test_the_checksum_of_a_location_with_one_part_is_that_of_the_part(site: Site
         ),
     ],
 )
-def test_locations_that_do_not_fit_do_not_consume_the_session(
-    site: Site, locations: list[dict[str, Any]], texts: list[str]
-) -> None:
+def test_unfitting_locations_keep_the_session(site: Site, locations: list[dict[str, Any]], texts: list[str]) -> None:
     instance = site.instance(**K_V)
     started = site.start(instance, [1, 2])
     fields = {"instance_id": instance, "write_session_id": started.write_session_id, "success_blocks": mask(2)}

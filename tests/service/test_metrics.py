@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import re
 import shutil
@@ -14,12 +13,13 @@ from typing import Any, cast
 
 import pytest
 from command_runner import Commands
+from probe_clients import ask
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 from redis_servers import RedisServer, standalone
 from test_transport_drivers import Api, eventually
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site, mask
 
 from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery
@@ -52,13 +52,8 @@ QT_WINDOW = "QT_REVERSE_ROLL_SW_MATCH"
 
 def scrape(server: ManagerProcess, **headers: str) -> tuple[int, str, str]:
     """Return status, content type and text."""
-    connection = http.client.HTTPConnection(server.address.admin_http, timeout=30)
-    try:
-        connection.request("GET", "/metrics", headers=headers)
-        answer = connection.getresponse()
-        return answer.status, answer.getheader("content-type", ""), answer.read().decode()
-    finally:
-        connection.close()
+    answer = ask(server.address.admin_http, "/metrics", headers=headers)
+    return answer.status, answer.headers.get("content-type", ""), answer.body.decode()
 
 
 def families(server: ManagerProcess) -> list[Metric]:
@@ -90,11 +85,8 @@ class Scrape:
         return {name for name, _ in self.values}
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    """A manager of this module's own."""
-    with manager(tmp_path_factory.mktemp("metrics")) as process:
-        yield process
+fresh = manager_of_module()
+"""A manager of this module's own."""
 
 
 @pytest.fixture(scope="module")
@@ -512,13 +504,8 @@ async def test_metrics_written_in_many_slices_read_as_one_family_each(accept: st
         for sample in families["kvcm_lookup_prefix_blocks"].samples
         if sample.labels["group"] == GROUPS[20]
     }
-    assert blocks == {
-        ("_bucket", "1.0"): 1,
-        ("_bucket", "10.0"): 1,
-        ("_bucket", "+Inf"): 2,
-        ("_count", None): 2,
-        ("_sum", None): 22,
-    }
+    buckets = {("_bucket", "1.0"): 1, ("_bucket", "10.0"): 1, ("_bucket", "+Inf"): 2}
+    assert blocks == {**buckets, ("_count", None): 2, ("_sum", None): 22}
 
 
 async def test_others_get_turns_while_a_large_page_is_written() -> None:
@@ -570,9 +557,7 @@ def shared(store: tuple[RedisServer, str], tmp_path: Path) -> Iterator[ManagerPr
         yield process
 
 
-def test_the_last_known_values_are_reported_while_the_store_does_not_answer(
-    store: tuple[RedisServer, str], shared: ManagerProcess
-) -> None:
+def test_the_last_values_stay_while_the_store_is_away(store: tuple[RedisServer, str], shared: ManagerProcess) -> None:
     with shared.api() as api:
         site = Site(api)
         group = site.group()
@@ -588,9 +573,7 @@ def test_the_last_known_values_are_reported_while_the_store_does_not_answer(
             store[0].resume()
 
 
-def test_followers_report_the_writes_of_others(
-    store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path
-) -> None:
+def test_followers_report_others_writes(store: tuple[RedisServer, str], shared: ManagerProcess, tmp_path: Path) -> None:
     with manager(tmp_path / "second", f"kvcm.registry_storage.uri={store[1]}") as second, shared.api() as api:
         site = Site(api)
         group = site.group()

@@ -12,7 +12,7 @@ import pytest
 import typer
 from command_runner import Commands
 from secured import Tenants
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager_of_module
 from test_transport_sites import Site
 
 from kvcm.commands.optimize import LiveSituation, apply_proposals, proposals_for, read_situation
@@ -25,10 +25,7 @@ _BLOCKS = 6
 _OLD_QUOTA = 24  # blocks
 
 
-@pytest.fixture(scope="module")
-def keeping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("keeping"), "kvcm.optimizer.recent_keys=200000") as process:
-        yield process
+keeping = manager_of_module("kvcm.optimizer.recent_keys=200000")
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +92,7 @@ def test_it_reports_the_measured_hit_rate_and_better_settings(
     assert f"Group {group}" in files[2].read_text()
 
 
-def test_nothing_is_changed_without_a_yes(
-    keeping: ManagerProcess, driven: tuple[str, float], commands: Commands
-) -> None:
+def test_nothing_changes_without_a_yes(keeping: ManagerProcess, driven: tuple[str, float], commands: Commands) -> None:
     before = group_of(commands, driven[0])
     done = commands.run("optimize", "--from", url_of(keeping), "--workers", "1", "--apply")
     assert (done.exit_code, "give --yes" in done.stderr) == (2, True)
@@ -149,16 +144,14 @@ def test_a_manager_that_keeps_nothing_names_the_setting(server: ManagerProcess) 
         (("--from", "http://127.0.0.1:1", "--target", "100"), "--target is 100"),
     ],
 )
-def test_a_request_that_cannot_work_is_refused_in_one_line(
-    server: ManagerProcess, arguments: tuple[str, ...], said: str
-) -> None:
+def test_what_cannot_work_is_refused_in_one_line(server: ManagerProcess, arguments: tuple[str, ...], said: str) -> None:
     done = Commands(server).run("optimize", *arguments)
     assert done.exit_code != 0
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_only_an_administrator_may(tenants: Tenants, tmp_path: Path) -> None:
+def test_only_an_administrator_may(tenants: Tenants) -> None:
     commands = Commands(tenants.server.process)
     url = url_of(tenants.server.process)
     assert "asks for a key" in commands.refused("optimize", "--from", url, exit_code=3)

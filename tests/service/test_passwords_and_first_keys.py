@@ -254,9 +254,7 @@ async def test_a_key_is_made_unless_another_administers_for_ever(start: Start, o
     ("other", "settings"),
     [(NewKey("a", Role.ROLE_ADMIN), {}), (_ADMIN_OF_A_CERTIFICATE, {"tls_client_ca_file": "/ca.pem"})],
 )
-async def test_no_key_is_made_beside_one_that_administers_for_ever(
-    start: Start, other: NewKey, settings: dict[str, str]
-) -> None:
+async def test_no_key_is_made_beside_a_lasting_admin(start: Start, other: NewKey, settings: dict[str, str]) -> None:
     await start.registry.keys.create(other)
     assert await start.run(**settings) == []
     assert not start.file.exists()

@@ -22,6 +22,12 @@ def _pin(site: Site, **changes: Any) -> Fields:
     return {"instance_id": _instance(site), "block_keys": KEYS, "owner": "me", "ttl_seconds": 60, **changes}
 
 
+def _without_budget(site: Site) -> Fields:
+    instance = site.instance()
+    site.write(instance, KEYS)
+    return _pin(site, instance_id=instance)
+
+
 def _unpin(site: Site, **changes: Any) -> Fields:
     fields = _pin(site)
     pin_id = site.api.ok("PinService.PinPrefix", **fields).pin_id
@@ -58,13 +64,7 @@ REFUSED: dict[str, list[Refused]] = {
     "PinService.PinPrefix": [
         *block_refusals(_pin),
         _refused("no owner", lambda site: _pin(site, owner=""), "owner", "is required"),
-        _refused(
-            "no budget",
-            lambda site: {**_pin(site), "instance_id": _without_budget(site)},
-            "pin_budget_bytes",
-            "is 0",
-            code="REACH_MAX_ENTITY_CAPACITY",
-        ),
+        _refused("no budget", _without_budget, "pin_budget_bytes", "is 0", code="REACH_MAX_ENTITY_CAPACITY"),
     ],
     "PinService.UnpinPrefix": [
         _unknown_instance(_unpin),
@@ -78,9 +78,3 @@ REFUSED: dict[str, list[Refused]] = {
         _refused("too many parts", lambda site: _report(site, parts=[{}] * 65537), "parts has 65537", "65536"),
     ],
 }
-
-
-def _without_budget(site: Site) -> str:
-    instance = site.instance()
-    site.write(instance, KEYS)
-    return instance

@@ -24,7 +24,7 @@ from probe_clients import ask
 from rest_client import RestClient
 from test_start_and_stop import _refusal as refusal_of
 from test_transport_drivers import Api, post
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 
 from kvcm import components as spaces_module
 from kvcm.app import Manager
@@ -313,10 +313,7 @@ class Debugged:
         return False
 
 
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("debug"), "kvcm.service.enable_debug_service=true") as process:
-        yield process
+started = manager_of_module("kvcm.service.enable_debug_service=true")
 
 
 @pytest.fixture

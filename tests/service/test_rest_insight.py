@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rest_client import RestAnswer, RestClient, component
 from secured import Tenants
 from test_transport_drivers import Api, eventually
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager_of_module
 from test_transport_sites import Site, group_spec
 
 
@@ -226,10 +225,7 @@ def test_without_a_sample_there_is_no_curve_and_the_answer_names_the_setting(res
     assert rest.get("/v1/groups/nowhere/curve").status == 404
 
 
-@pytest.fixture(scope="module")
-def sampling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    with manager(tmp_path_factory.mktemp("sampling"), "kvcm.optimizer.sampled_keys=512") as process:
-        yield process
+sampling = manager_of_module("kvcm.optimizer.sampled_keys=512")
 
 
 def test_a_curve_rises_to_the_attainable_rate(sampling: ManagerProcess) -> None:

@@ -20,13 +20,8 @@ KEYS = [
     pb.Key(key_id="k2", name="a", role="ROLE_ADMIN", created_at_ms=4),
 ]
 NAMES = ["CreateKey", "ListKeys", "RotateKey", "RevokeKey", "Login", "Logout", "WhoAmI"]
-ANSWERS = {
-    "CreateKey": pb.CreateKeyResponse,
-    "ListKeys": pb.ListKeysResponse,
-    "RotateKey": pb.CreateKeyResponse,
-    "Login": pb.CreateKeyResponse,
-    "WhoAmI": pb.WhoAmIResponse,
-}
+SECRETS = dict.fromkeys(["CreateKey", "RotateKey", "Login"], pb.CreateKeyResponse)
+ANSWERS = {**SECRETS, "ListKeys": pb.ListKeysResponse, "WhoAmI": pb.WhoAmIResponse}
 
 
 class Answering:
@@ -46,7 +41,7 @@ class Answering:
             if name in self.refusals:
                 raise self.refusals[name]
             message = response()
-            if name in {"CreateKey", "RotateKey", "Login"}:
+            if name in SECRETS:
                 message.key.CopyFrom(KEYS[0])
                 message.secret = "kvcm_k1_x"
             if name == "ListKeys":

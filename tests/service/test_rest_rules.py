@@ -27,20 +27,13 @@ from kvcm.service.admission import Phase, ServingGate
 from kvcm.service.calls import Arrival
 from kvcm.service.http_server import ARRIVAL, HttpApp, LazyResources
 from kvcm.service.rejections import ProblemError
+from kvcm.service.rest import key_resource
 from kvcm.service.rest.account_resource import AccountDocument, PasswordDocument
 from kvcm.service.rest.calls import apply_patch
 from kvcm.service.rest.conversion import decode_name, encode_name
 from kvcm.service.rest.documents import Document, Page, PageQuery, page_of
 from kvcm.service.rest.group_resource import GroupDocument
 from kvcm.service.rest.instance_resource import InstanceDocument
-from kvcm.service.rest.key_resource import (
-    KeyDocument,
-    LoginDocument,
-    MadeKeyDocument,
-    NewKeyDocument,
-    RotationDocument,
-    WhoAmIDocument,
-)
 from kvcm.service.rest.pin_resource import MadePinDocument, NewPinDocument, PinDocument
 from kvcm.service.rest.storage_resource import StorageDocument, StorageStatusDocument
 from kvcm.service.rest.task_resource import GarbageReport, ScrubReport, TaskDocument
@@ -71,9 +64,7 @@ def test_an_unknown_path_is_a_404_problem_on_the_admin_port_alone(rest: RestClie
         ("TRACE", "/v1/pins", "GET, HEAD, POST"),
     ],
 )
-def test_a_method_that_a_path_has_not_is_405_with_those_it_has(
-    rest: RestClient, method: str, path: str, allowed: str
-) -> None:
+def test_a_method_a_path_lacks_is_405_with_those_it_has(rest: RestClient, method: str, path: str, allowed: str) -> None:
     refused = rest.ask(method, path)
     assert (refused.status, refused.headers["allow"], refused.headers["content-type"]) == (405, allowed, PROBLEM)
 
@@ -104,15 +95,13 @@ def test_a_body_of_another_kind_is_415(rest: RestClient, kind: str) -> None:
     assert rest.patch(path, {}, content_encoding="gzip").status == 415
 
 
+_NO_OBJECTS = [b"", b"{", b"[]", b"null", b'"x"', b"\xff"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b'"x"',
-        b"\xff",
+        *_NO_OBJECTS,
         b'{"storage_candidates": ["a"], "storage_candidates": ["b"], "global_quota_group_name": "q"}',
         b'{"storage_candidates": ["a"], "global_quota_group_name": "q", "pin_budget_bytes": NaN}',
         b'{"storage_candidates": ["\\ud800"], "global_quota_group_name": "q"}',
@@ -324,13 +313,13 @@ PAIRS: list[tuple[type[BaseModel], Any, set[str], set[str]]] = [
     (PinDocument, pin.Pin, set(), set()),
     (NewPinDocument, pin.PinPrefixRequest, set(), set()),
     (MadePinDocument, pin.PinPrefixResponse, set(), set()),
-    (KeyDocument, access.Key, set(), set()),
-    (NewKeyDocument, access.CreateKeyRequest, set(), set()),
-    (RotationDocument, access.RotateKeyRequest, {"key_id"}, set()),
-    (LoginDocument, access.LoginRequest, set(), set()),
+    (key_resource.KeyDocument, access.Key, set(), set()),
+    (key_resource.NewKeyDocument, access.CreateKeyRequest, set(), set()),
+    (key_resource.RotationDocument, access.RotateKeyRequest, {"key_id"}, set()),
+    (key_resource.LoginDocument, access.LoginRequest, set(), set()),
     (PasswordDocument, access.SetPasswordRequest, {"user_name"}, set()),
-    (MadeKeyDocument, access.CreateKeyResponse, set(), set()),
-    (WhoAmIDocument, access.WhoAmIResponse, set(), set()),
+    (key_resource.MadeKeyDocument, access.CreateKeyResponse, set(), set()),
+    (key_resource.WhoAmIDocument, access.WhoAmIResponse, set(), set()),
 ]
 
 

@@ -78,9 +78,7 @@ def test_a_long_prompt_is_asked_in_pages(site: Site, commands: Commands) -> None
         (("--keys-file", "/nowhere/at/all"), "/nowhere/at/all: No such file"),
     ],
 )
-def test_prompts_that_are_none_are_refused(
-    site: Site, commands: Commands, arguments: tuple[str, ...], reason: str
-) -> None:
+def test_what_is_no_prompt_is_refused(site: Site, commands: Commands, arguments: tuple[str, ...], reason: str) -> None:
     assert reason in commands.refused("get", site.instance(), *arguments)
 
 
@@ -125,21 +123,6 @@ def test_a_trim_by_time_removes_the_blocks_written_then(site: Site, commands: Co
     assert site.hits(instance, KEYS) == KEYS
     commands.ok(*trim, "--written-from", "2020-01-01T00:00+01:00")
     assert eventually(lambda: site.hits(instance, KEYS) == [])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((), "give one of --all, --metadata-only"),
-        (("--all", "--metadata-only"), "give one of --all, --metadata-only"),
-        (("--written-from", "yesterday"), "--written-from is 'yesterday', must be unix seconds"),
-        (("--written-before", "2100-01-01"), "must be from 1970 to 2038"),
-    ],
-)
-def test_a_trim_without_a_valid_selection_is_refused(
-    commands: Commands, arguments: tuple[str, ...], reason: str
-) -> None:
-    assert reason in commands.refused("trim", "any", *arguments)
 
 
 @pytest.fixture
@@ -239,24 +222,6 @@ def test_a_low_mark_stays_where_it_is_said(group: str, commands: Commands) -> No
     assert "--high is 0, must be above 0" in commands.refused("group", "update", group, "--high", "0")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--quota", "10gb"), "size '10gb' must be"),
-        (("--quota-type", "floppy=1GiB"), "--quota-type names 'floppy', must be one of hf3fs, mooncake"),
-        (("--quota-type", "1GiB"), "--quota-type '1GiB' must be a name and a size"),
-        (("--policy", "clock"), "--policy is 'clock', must be one of leaf_lru"),
-        (("--prefer", "tape"), "--prefer is 'tape', must be one of always-3fs"),
-        (("--share", "fair"), "--share is 'fair', must be one of group_lru"),
-        (("--ttl", "soon"), "time 'soon' must be"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(
-    group: str, commands: Commands, arguments: tuple[str, ...], reason: str
-) -> None:
-    assert reason in commands.refused("group", "update", group, *arguments)
-
-
 def test_a_group_is_deleted_after_a_question(group: str, commands: Commands) -> None:
     assert "Forget group" in commands.refused("group", "delete", group, exit_code=2)
     commands.ok("group", "delete", group, "--yes")
@@ -347,22 +312,39 @@ def test_a_storage_is_added_shown_and_removed(commands: Commands, tmp_path: Path
     assert commands.refused("storage", "show", name) == f"kvcm: storage {name!r} does not exist\n"
 
 
+_REFUSALS = {
+    "trim any": {
+        "": "give one of --all, --metadata-only",
+        "--all --metadata-only": "give one of --all, --metadata-only",
+        "--written-from yesterday": "--written-from is 'yesterday', must be unix seconds",
+        "--written-before 2100-01-01": "must be from 1970 to 2038",
+    },
+    "group update default": {
+        "--quota 10gb": "size '10gb' must be",
+        "--quota-type floppy=1GiB": "--quota-type names 'floppy', must be one of hf3fs, mooncake",
+        "--quota-type 1GiB": "--quota-type '1GiB' must be a name and a size",
+        "--policy clock": "--policy is 'clock', must be one of leaf_lru",
+        "--prefer tape": "--prefer is 'tape', must be one of always-3fs",
+        "--share fair": "--share is 'fair', must be one of group_lru",
+        "--ttl soon": "time 'soon' must be",
+    },
+    "storage add never": {
+        "--type floppy": "--type is 'floppy', must be one of file, hf3fs",
+        "--type file --set colour=red": "has no field 'colour', it has root_path, key_count_per_file",
+        "--type file --set root_path": "--set 'root_path' is not FIELD=VALUE",
+        "--type file --set key_count_per_file=many": "is 'many', must be a whole number below 2147483648",
+        "--type pace --set enable_vipserver=yes": "is 'yes', must be true or false",
+        "--type pace --set capacity_bytes=4Gigs": "size '4Gigs' must be",
+        "--type mooncake --root /x": "has no field 'root_path'",
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--type", "floppy"), "--type is 'floppy', must be one of file, hf3fs"),
-        (("--type", "file", "--set", "colour=red"), "has no field 'colour', it has root_path, key_count_per_file"),
-        (("--type", "file", "--set", "root_path"), "--set 'root_path' is not FIELD=VALUE"),
-        (("--type", "file", "--set", "key_count_per_file=many"), "is 'many', must be a whole number below 2147483648"),
-        (("--type", "pace", "--set", "enable_vipserver=yes"), "is 'yes', must be true or false"),
-        (("--type", "pace", "--set", "capacity_bytes=4Gigs"), "size '4Gigs' must be"),
-        (("--type", "mooncake", "--root", "/x"), "has no field 'root_path'"),
-    ],
+    ("command", "options"), [(command, each) for command in _REFUSALS for each in _REFUSALS[command]]
 )
-def test_invalid_arguments_of_a_storage_are_refused(
-    commands: Commands, arguments: tuple[str, ...], reason: str
-) -> None:
-    assert reason in commands.refused("storage", "add", "never", *arguments)
+def test_options_that_mean_nothing_are_refused(commands: Commands, command: str, options: str) -> None:
+    assert _REFUSALS[command][options] in commands.refused(*command.split(), *options.split())
 
 
 def test_an_update_changes_the_given_fields_and_reports_them(commands: Commands, storage: str) -> None:

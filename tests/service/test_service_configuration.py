@@ -212,9 +212,7 @@ def test_the_uri_of_the_store_may_lie_in_a_file(load: Loader, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("content", ["", "\n", "redis://a\nredis://b", b"\xff", None])
-def test_a_file_without_one_uri_is_refused_and_not_shown(
-    load: Loader, tmp_path: Path, content: str | bytes | None
-) -> None:
+def test_a_file_without_one_uri_is_refused_unshown(load: Loader, tmp_path: Path, content: str | bytes | None) -> None:
     file = tmp_path / "uri"
     if content is not None:
         file.write_bytes(content.encode() if isinstance(content, str) else content)

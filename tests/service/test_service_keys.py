@@ -76,9 +76,7 @@ def test_a_session_is_finished_by_the_key_that_started_it(audited: Tenants) -> N
             assert _UNKNOWN in api.refused("FinishWriteCache", **finish).message
 
 
-def test_a_rotated_key_goes_on_for_the_overlap_and_its_successor_finishes_its_sessions(
-    audited: Tenants,
-) -> None:
+def test_a_rotated_key_goes_on_for_the_overlap_and_its_successor_finishes_its_sessions(audited: Tenants) -> None:
     old = audited.server.engine(unique("rotating"), audited.groups["a"])
     with audited.server.api(key=old) as api:
         started = Site(api).start(audited.instances["a"], [7001])
@@ -395,9 +393,7 @@ async def one_turn() -> OneTurn:
 
 
 @pytest.fixture
-async def waiting(
-    one_turn: OneTurn,
-) -> AsyncIterator[tuple[asyncio.Task[Reply], Principal]]:
+async def waiting(one_turn: OneTurn) -> AsyncIterator[tuple[asyncio.Task[Reply], Principal]]:
     """A request that waits for its turn, which comes after the test's own block."""
     principal = await one_turn.principal()
     turn = await one_turn.admission.enter(one_turn.call, pb.RemoveCacheRequest(block_keys=[1]), Arrival())
@@ -495,17 +491,11 @@ def test_administrators_alone_see_secrets(
     tenants: Tenants, transport: str, role: str, storage: str, group: str, instance: str
 ) -> None:
     key = tenants.server.engine(unique("engine"), group) if role == "engine" else tenants.keys[role]
-    calls = {
-        "AdminService.GetInstanceInfo": {"instance_id": instance},
-        "GetInstanceInfo": {"instance_id": instance},
-    }
+    calls = {rpc: {"instance_id": instance} for rpc in ("AdminService.GetInstanceInfo", "GetInstanceInfo")}
     if role != "engine":
-        calls |= {
-            "AdminService.ListStorage": {},
-            "AdminService.GetInstanceGroup": {"name": group},
-            "GroupService.ListInstanceGroup": {},
-            "AdminService.ListInstanceInfo": {"instance_group_name": group},
-        }
+        calls |= {"AdminService.ListStorage": {}, "GroupService.ListInstanceGroup": {}}
+        calls["AdminService.GetInstanceGroup"] = {"name": group}
+        calls["AdminService.ListInstanceInfo"] = {"instance_group_name": group}
     with tenants.server.api(transport, key) as api:
         for rpc, fields in calls.items():
             shown = str(api.ok(rpc, **fields))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import grpc
 import pytest
-from probe_clients import ask, health
+from probe_clients import ask, health, rest
 from test_transport_drivers import eventually
 from test_transport_process import ManagerProcess, manager
 
@@ -41,15 +41,6 @@ def _connected(address: str, receive_bytes: int = 0) -> Iterator[socket.socket]:
         yield connection
 
 
-def _rest(connection: socket.socket) -> bytes:
-    """Return everything until the server ends the connection."""
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(1 << 16):
-            parts.append(part)
-    return b"".join(parts)
-
-
 def _dribble(connection: socket.socket, data: bytes) -> bytes:
     """Send a byte now and then until the server ends the connection; return its answer."""
     begin = time.monotonic()
@@ -59,7 +50,7 @@ def _dribble(connection: socket.socket, data: bytes) -> bytes:
             break
         with contextlib.suppress(ConnectionError):
             connection.sendall(bytes([byte]))
-    return _rest(connection)
+    return rest(connection)
 
 
 @contextlib.contextmanager
@@ -105,7 +96,7 @@ def _served(address: str) -> bool:
 @pytest.mark.parametrize("lacks", [1040, 1000, 500])
 def test_a_request_that_stops_half_way_is_ended_with_408(port: Port, lacks: int) -> None:
     with _answered(port.address, (port.head(1000) + b"{" + b" " * 999)[:-lacks]) as (connection, first):
-        said = first + _rest(connection)
+        said = first + rest(connection)
     assert said.startswith(b"HTTP/1.1 408 ")
     assert b"x-kvcm-error: the request did not arrive in time" in said
     assert eventually(lambda: _served(port.address))
@@ -124,12 +115,12 @@ def test_a_request_that_comes_byte_by_byte_is_ended_with_408(port: Port, has_hea
 
 def test_a_connection_that_says_nothing_is_closed_without_a_word(port: Port) -> None:
     with _connected(port.address) as connection:
-        assert _rest(connection) == b""
+        assert rest(connection) == b""
 
 
 def test_a_connection_that_is_idle_is_closed(port: Port) -> None:
     with _answered(port.address, b"GET /livez HTTP/1.1\r\nhost: x\r\n\r\n") as (connection, first):
-        said = first + _rest(connection)
+        said = first + rest(connection)
     assert (said.count(b"HTTP/1.1"), said.startswith(b"HTTP/1.1 200 ")) == (1, True)
 
 
@@ -148,7 +139,7 @@ def test_a_head_without_end_is_431(port: Port) -> None:
         with _connected(port.address) as connection:
             with contextlib.suppress(OSError):
                 connection.sendall(b"GET /livez HTTP/1.1\r\nx: " + b"x" * (1 << 17))
-            return _rest(connection).startswith(b"HTTP/1.1 431 ")
+            return rest(connection).startswith(b"HTTP/1.1 431 ")
 
     assert eventually(is_refused)  # unless it comes too slowly
 
@@ -166,7 +157,7 @@ def test_a_client_that_does_not_read_is_disconnected_and_others_are_served(hasty
         assert eventually(lambda: poll.poll(10), _SECONDS), "it waits for its client"
         assert eventually(lambda: _served(hasty.address.admin_http))
         connection.settimeout(_SECONDS)
-        assert _rest(connection).count(b"HTTP/1.1 200") < asked
+        assert rest(connection).count(b"HTTP/1.1 200") < asked
     assert "Traceback" not in hasty.log_text()
 
 
@@ -183,7 +174,7 @@ def test_a_connection_too_many_is_reported_so(hasty: ManagerProcess) -> None:
                 with contextlib.suppress(OSError):
                     said += connection.recv(1 << 16)
             connection.settimeout(_SECONDS)
-            said += _rest(connection)
+            said += rest(connection)
             assert eventually(lambda: _served(hasty.address.admin_http)), "each port has its own"
         return said
 
@@ -211,7 +202,7 @@ def test_patience_is_hot(hasty: ManagerProcess) -> None:
             assert not select.select([connection], [], [], 1.0)[0]
             file.write_text(_PATIENCE % 500)
             api.ok("ConfigService.ReloadConfig")
-            assert _rest(connection).startswith(b"HTTP/1.1 408 ")
+            assert rest(connection).startswith(b"HTTP/1.1 408 ")
 
 
 # ── gRPC ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -219,7 +210,7 @@ def test_patience_is_hot(hasty: ManagerProcess) -> None:
 
 def test_a_connection_that_is_not_of_http_2_is_closed(hasty: ManagerProcess) -> None:
     with _connected(hasty.address.rpc) as connection:
-        _rest(connection)
+        rest(connection)
 
 
 def test_a_grpc_connection_too_many_is_closed(hasty: ManagerProcess) -> None:
@@ -228,7 +219,7 @@ def test_a_grpc_connection_too_many_is_closed(hasty: ManagerProcess) -> None:
             connection = stack.enter_context(_connected(hasty.address.rpc))
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
             assert connection.recv(9)
-        assert _rest(stack.enter_context(_connected(hasty.address.rpc))) == b""
+        assert rest(stack.enter_context(_connected(hasty.address.rpc))) == b""
         assert eventually(lambda: _served(hasty.address.http))
     eventually(lambda: _answers_grpc(hasty.address.rpc), _SECONDS)
 

@@ -6,15 +6,15 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import IntEnum
+from functools import partial
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
 import pytest
 from google.protobuf.json_format import MessageToDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_values import model_values
 from redis_servers import Standalone
 from test_transport_drivers import Api
 from test_transport_process import manager
@@ -37,19 +37,7 @@ PLAIN: dict[object, st.SearchStrategy[Any]] = {
 }
 
 
-def values(kind: Any) -> st.SearchStrategy[Any]:
-    """Draw values of a class of the model, all fields at random."""
-    if kind in PLAIN:
-        return PLAIN[kind]
-    if isinstance(kind, UnionType):
-        return st.one_of(*(st.none() if each is type(None) else values(each) for each in get_args(kind)))
-    if get_origin(kind) is tuple:
-        return st.lists(values(get_args(kind)[0]), max_size=2).map(tuple)
-    if issubclass(kind, IntEnum):
-        return st.sampled_from(list(kind))
-    return st.builds(kind, **{name: values(hint) for name, hint in get_type_hints(kind).items()})
-
-
+values = partial(model_values, plain=PLAIN)
 STORAGES = st.builds(
     StorageConfig, *map(values, (str, StorageSpec, bool, bool)), st.integers(-(1 << 63), (1 << 63) - 1), values(float)
 )
@@ -254,12 +242,9 @@ def answers(api: Api) -> dict[str, Any]:
     status = [(each.storage_unique_name, each.is_enabled, each.is_draining) for each in storages.storage_status]
     text = json.loads(api.ok(f"{ADMIN}.GenConfigSnapshot").config_snapshot)
     del text["created_at_ms"], text["cluster_id"]
-    return {
-        **{name: MessageToDict(answer) for name, answer in asked.items()},
-        "storages": [MessageToDict(each) for each in storages.storage],
-        "status": status,
-        "text": text,
-    }
+    answers = {name: MessageToDict(answer) for name, answer in asked.items()}
+    configured = [MessageToDict(each) for each in storages.storage]
+    return {**answers, "storages": configured, "status": status, "text": text}
 
 
 class Deployments(NamedTuple):

@@ -486,9 +486,7 @@ def test_grpc_reports_the_health_of_each_service_where_it_is_served(server: Mana
     assert [health(address) for address in (server.address.rpc, server.address.admin_rpc)] == ["SERVING"] * 2
 
 
-def test_while_the_metadata_store_is_slow_a_starting_manager_lives_and_turns_calls_away(
-    tmp_path: Path, redis: Standalone
-) -> None:
+def test_while_the_store_is_slow_a_starting_manager_lives_and_refuses_calls(tmp_path: Path, redis: Standalone) -> None:
     redis.server.pause()
     uri = redis.uri("slow", timeout_ms=600_000, connect_timeout_ms=600_000)
     with starting_manager(tmp_path, f"kvcm.registry_storage.uri={uri}") as process:

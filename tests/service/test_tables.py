@@ -286,22 +286,13 @@ def test_drains_are_shown_with_the_reason_of_a_delay() -> None:
     assert _printed(lambda console: print_drains(drains, console)) == SEEN_DRAINS
 
 
-CHAT = GroupUsage(
-    "chat",
-    Usage(9 * GIB, GIB // 4, 10 * GIB, 8 * GIB, 7 * GIB),
-    (
-        TypeUsage(StorageType.ST_MOONCAKE, Usage(5 * GIB, 0)),
-        TypeUsage(StorageType.ST_NFS, Usage(4 * GIB, GIB // 4, 4 * GIB, 3 * GIB, 2 * GIB)),
-    ),
-    (GroupStorageUsage("moon", 5 * GIB, 0), GroupStorageUsage("nfs", 4 * GIB, GIB)),
-    (
-        InstanceUsage("Qwen/Qwen3-8B", 2100, -1, 9 * GIB, "leaf_lru"),
-        InstanceUsage("[red]llama", 0, 1_000_000, 0, "s3fifo"),
-    ),
-    GIB // 2,
-    GIB,
-    7,
-)
+OF_POOL = TypeUsage(StorageType.ST_MOONCAKE, Usage(5 * GIB, 0))
+OF_FILES = TypeUsage(StorageType.ST_NFS, Usage(4 * GIB, GIB // 4, 4 * GIB, 3 * GIB, 2 * GIB))
+STORED = (GroupStorageUsage("moon", 5 * GIB, 0), GroupStorageUsage("nfs", 4 * GIB, GIB))
+QWEN = InstanceUsage("Qwen/Qwen3-8B", 2100, -1, 9 * GIB, "leaf_lru")
+LLAMA = InstanceUsage("[red]llama", 0, 1_000_000, 0, "s3fifo")
+TOTAL = Usage(9 * GIB, GIB // 4, 10 * GIB, 8 * GIB, 7 * GIB)
+CHAT = GroupUsage("chat", TOTAL, (OF_POOL, OF_FILES), STORED, (QWEN, LLAMA), GIB // 2, GIB, 7)
 CALM = GroupUsage("calm", Usage(0, 0, GIB, GIB // 2, GIB // 4), (), (), (), 0, 0, 0)
 NFS = StorageUsage("nfs", Usage(4 * GIB, GIB // 4, 8 * GIB, 7 * GIB, 6 * GIB), GIB, 2.25, 120, 3)
 MOON = StorageUsage("moon", Usage(5 * GIB, 0), 0, 0.0, 0, 0)

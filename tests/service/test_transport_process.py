@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ports import free_port
 from process_forker import ForkedProcess
 from test_transport_drivers import Address, Api, ClientTls, GrpcDriver, HttpDriver
@@ -114,3 +115,14 @@ def manager(directory: Path, *arguments: str, **environment: str) -> Iterator[Ma
         yield process
     finally:
         process.kill()
+
+
+def manager_of_module(*arguments: str, **environment: str) -> Any:
+    """Return a fixture: a manager that the tests of a module share."""
+
+    @pytest.fixture(scope="module")
+    def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
+        with manager(tmp_path_factory.mktemp("manager"), *arguments, **environment) as process:
+            yield process
+
+    return shared

@@ -27,32 +27,23 @@ def group_spec(name: str, *candidates: str, **changes: Any) -> dict[str, Any]:
         changes: capacity, types (bytes by storage type), delay_ms, strategy, max_keys, shards, ratio (by default there
             is no eviction); anything else is a field of the group itself.
     """
-    types = changes.pop("types", {})
+    limits = [{"storage_type": kind, "capacity": size} for kind, size in changes.pop("types", {}).items()]
     reclaim = {
         "storage_unique_name": candidates[0] if candidates else "none",
         "reclaim_policy": "POLICY_LRU",
         "trigger_strategy": {"used_percentage": changes.pop("ratio", 2.0)},
         "delay_before_delete_ms": changes.pop("delay_ms", 0),
     }
-    indexer = {
-        "max_key_count": changes.pop("max_keys", 0),
-        "mutex_shard_num": changes.pop("shards", 0),
-        "meta_storage_backend_config": {"storage_type": "local"},
-        "meta_cache_policy_config": {"type": "LRU"},
-    }
+    indexer = {"meta_storage_backend_config": {"storage_type": "local"}, "meta_cache_policy_config": {"type": "LRU"}}
+    indexer |= {"max_key_count": changes.pop("max_keys", 0), "mutex_shard_num": changes.pop("shards", 0)}
+    strategy = changes.pop("strategy", "CPS_PREFER_3FS")
+    cache = {"reclaim_strategy": reclaim, "data_storage_strategy": strategy, "meta_indexer_config": indexer}
     return {
         "name": name,
         "storage_candidates": list(candidates),
         "global_quota_group_name": "quota",
-        "quota": {
-            "capacity": changes.pop("capacity", 1 << 40),
-            "quota_config": [{"storage_type": kind, "capacity": size} for kind, size in types.items()],
-        },
-        "cache_config": {
-            "reclaim_strategy": reclaim,
-            "data_storage_strategy": changes.pop("strategy", "CPS_PREFER_3FS"),
-            "meta_indexer_config": indexer,
-        },
+        "quota": {"capacity": changes.pop("capacity", 1 << 40), "quota_config": limits},
+        "cache_config": cache,
         "version": 1,
         **changes,
     }
@@ -60,14 +51,9 @@ def group_spec(name: str, *candidates: str, **changes: Any) -> dict[str, Any]:
 
 def instance_fields(instance_id: str, group: str, **changes: Any) -> dict[str, Any]:
     """Return the fields of a complete RegisterInstanceRequest: one spec `kv` of 64 bytes, 4 tokens per block."""
-    return {
-        "instance_id": instance_id,
-        "instance_group": group,
-        "block_size": 4,
-        "location_spec_infos": [{"name": "kv", "size": 64}],
-        "model_deployment": {"model_name": "m", "dtype": "bf16"},
-        **changes,
-    }
+    fields = {"instance_id": instance_id, "instance_group": group, "block_size": 4}
+    model = {"model_name": "m", "dtype": "bf16"}
+    return {**fields, "location_spec_infos": [{"name": "kv", "size": 64}], "model_deployment": model, **changes}
 
 
 def specs(location: Any) -> dict[str, str]:
@@ -132,13 +118,8 @@ class Site:
     def finish(self, instance: str, started: Any, success: dict[str, Any] | None = None, **fields: Any) -> Any:
         """Finish a write, successful as a whole unless a mask says otherwise; returns the answer."""
         success = mask(len(started.locations)) if success is None else success
-        return self.api.ok(
-            "FinishWriteCache",
-            instance_id=instance,
-            write_session_id=started.write_session_id,
-            success_blocks=success,
-            **fields,
-        )
+        session = {"instance_id": instance, "write_session_id": started.write_session_id}
+        return self.api.ok("FinishWriteCache", **session, success_blocks=success, **fields)
 
     def write(self, instance: str, keys: Sequence[int], **fields: Any) -> list[dict[str, str]]:
         """Write blocks; returns the uris of every block that was written, by spec name."""

@@ -17,6 +17,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from probe_clients import ask
 from test_transport_drivers import (
     DEADLINE_SECONDS,
     ON_ADMIN_PORT,
@@ -28,7 +29,7 @@ from test_transport_drivers import (
     HttpDriver,
     post,
 )
-from test_transport_process import ManagerProcess, manager
+from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site
 
 from kvcm.model.errors import StorageIOError
@@ -67,12 +68,8 @@ def test_a_request_of_more_than_4_mib_is_accepted(apis: dict[str, Api]) -> None:
     assert not site.api.ok("GetCacheLocation", **query).locations
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    """A manager with one gRPC port and small requests."""
-    settings = ("kvcm.service.admin_rpc_port=0", "kvcm.limits.max_body_bytes=2000")
-    with manager(tmp_path_factory.mktemp("shared"), *settings) as process:
-        yield process
+shared = manager_of_module("kvcm.service.admin_rpc_port=0", "kvcm.limits.max_body_bytes=2000")
+"""A manager with one gRPC port and small requests."""
 
 
 def test_without_an_admin_port_the_rpc_port_serves_all_services(shared: ManagerProcess) -> None:
@@ -240,11 +237,8 @@ def test_a_chunked_request_is_served(server: ManagerProcess) -> None:
 # ── Size of a body ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagerProcess]:
-    """A manager that takes bodies of 2,000 bytes at most."""
-    with manager(tmp_path_factory.mktemp("small"), "kvcm.limits.max_body_bytes=2000") as process:
-        yield process
+small = manager_of_module("kvcm.limits.max_body_bytes=2000")
+"""A manager that takes bodies of 2,000 bytes at most."""
 
 
 @pytest.fixture
@@ -281,28 +275,16 @@ def test_a_body_of_more_than_4_mib_is_served_by_default(http_driver: HttpDriver,
 # ── Requests of real clients ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _post(address: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, str]:
-    connection = http.client.HTTPConnection(address, timeout=30)
-    try:
-        connection.request("POST", path, b"{}", headers)
-        answer = connection.getresponse()
-        return answer.status, answer.read(), answer.getheader("x-kvcm-error", "")
-    finally:
-        connection.close()
-
-
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:6492"])
 def test_a_request_of_a_web_page_is_refused(server: ManagerProcess, origin: str) -> None:
     for address, path in ((server.address.admin_http, "/api/listStorage"), (server.address.http, "/api/trimCache")):
-        assert _post(address, path, {"Origin": origin, "Content-Type": "text/plain"}) == (
-            403,
-            b"{}",
-            "requests from web pages are not served",
-        )
+        answer = ask(address, path, "POST", {"Origin": origin, "Content-Type": "text/plain"})
+        assert (answer.status, answer.body) == (403, b"{}")
+        assert answer.headers["x-kvcm-error"] == "requests from web pages are not served"
 
 
 def test_the_same_request_of_a_program_is_served(server: ManagerProcess) -> None:
-    assert _post(server.address.admin_http, "/api/listStorage", {})[0] == 200
+    assert ask(server.address.admin_http, "/api/listStorage", "POST").status == 200
 
 
 OURS = {"data": set(SERVICES) - ON_ADMIN_PORT, "admin": ON_ADMIN_PORT}

@@ -155,9 +155,7 @@ async def test_a_directory_is_down_after_three_failures_and_up_after_two_success
     assert site.storages.rank("s") is not None
 
 
-async def test_a_good_storage_reports_the_space_of_its_medium_and_what_the_probe_took(
-    site: Site, tmp_path: Path
-) -> None:
+async def test_a_good_storage_reports_its_mediums_space_and_what_the_probe_took(site: Site, tmp_path: Path) -> None:
     site.open_files(tmp_path)
     health = await site.probed()
     status = os.statvfs(tmp_path)

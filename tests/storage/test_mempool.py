@@ -186,9 +186,7 @@ async def test_a_new_generation_takes_what_a_fast_clock_gave_out_too(table: Memo
         (report(valid_ms=-1), "valid_ms is -1.*>= 0.*0 is as the last report said"),
     ],
 )
-async def test_reports_of_others_are_refused(
-    table: MemoryTable, clock: FakeClock, wrong: PoolReport, text: str
-) -> None:
+async def test_foreign_reports_are_refused(table: MemoryTable, clock: FakeClock, wrong: PoolReport, text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         await open_pool(table, clock).report(wrong)
     assert await table.all() == {}
@@ -542,11 +540,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-PoolMachine.TestCase.settings = settings(
-    phases=[Phase.explicit, Phase.generate],
-    max_examples=examples(40),
-    stateful_step_count=15,
-    deadline=None,
-    derandomize=True,
-)
+_ALWAYS_ALIKE = settings(phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(_ALWAYS_ALIKE, max_examples=examples(40), stateful_step_count=15)
 TestPools = PoolMachine.TestCase

@@ -107,17 +107,11 @@ def test_a_type_without_an_opener_is_refused_with_what_there_is(spec: StorageSpe
     assert directory.backend("s") is None
 
 
-def test_faster_media_have_lower_ranks(
-    directory: StorageDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_faster_media_rank_lower(directory: StorageDirectory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for storage_type in (StorageType.ST_TAIRMEMPOOL, StorageType.ST_MOONCAKE, StorageType.ST_3FS):
         monkeypatch.setitem(OPENERS, storage_type, lambda config, _: DummyStorage(config.global_unique_name, "/", 1))
-    configs = [
-        StorageConfig("pool", TairMemPoolStorageSpec(domain="d")),
-        StorageConfig("mc", MooncakeStorageSpec()),
-        StorageConfig("fs", ThreeFSStorageSpec()),
-        file_config(tmp_path, "nfs"),
-    ]
+    specs = {"pool": TairMemPoolStorageSpec(domain="d"), "mc": MooncakeStorageSpec(), "fs": ThreeFSStorageSpec()}
+    configs = [*(StorageConfig(name, spec) for name, spec in specs.items()), file_config(tmp_path, "nfs")]
     for config in configs:
         directory.open(config)
     ranks = [directory.rank(config.global_unique_name) or 0 for config in configs]

@@ -136,9 +136,7 @@ def test_a_group_is_created_and_removed(browser: Browser, site: ConsoleSite) -> 
         assert watch.page.get_by_role("link", name=name).count() == 0
 
 
-def test_the_first_page_says_which_group_is_full_and_why_and_keeps_up(
-    browser: Browser, site: ConsoleSite, group: str
-) -> None:
+def test_the_first_page_says_what_is_full_and_why_and_keeps_up(browser: Browser, site: ConsoleSite, group: str) -> None:
     with watched(browser, site) as watch:
         watch.go("/console/")
         card = watch.page.locator(".card", has=watch.page.get_by_role("link", name=group, exact=True))

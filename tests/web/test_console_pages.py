@@ -72,9 +72,7 @@ _SIGN_IN = "<!doctype html><html><body><main><h1>Sign in</h1></main></body></htm
 
 
 @pytest.mark.parametrize("answer", [{"status": 502, "body": _SIGN_IN}, {"status": 200, "body": _SIGN_IN}, {}])
-def test_the_last_data_stays_and_is_marked_stale_until_the_manager_answers(
-    browser: Browser, site: ConsoleSite, answer: dict[str, Any]
-) -> None:
+def test_the_last_data_is_stale_until_an_answer(browser: Browser, site: ConsoleSite, answer: dict[str, Any]) -> None:
     address = f"{site.base}/console/managers"
     context = browser.new_context()
     try:

@@ -23,9 +23,7 @@ def add(site: ConsoleSite, name: str, directory: Path) -> None:
         rest.put(f"/v1/storages/{name}", {"nfs": {"root_path": f"{directory / name}/"}, "capacity_bytes": 1 << 30})
 
 
-def test_a_storage_is_added_and_errors_stand_beside_their_field(
-    browser: Browser, site: ConsoleSite, tmp_path: Path
-) -> None:
+def test_a_storage_is_added_and_errors_stand_at_the_field(browser: Browser, site: ConsoleSite, tmp_path: Path) -> None:
     with watched(browser, site) as watch:
         watch.go("/console/storages")
         watch.press("Add a storage", role="link")

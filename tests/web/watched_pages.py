@@ -135,12 +135,9 @@ def _axe_faults(page: Page, rules: Sequence[str]) -> list[str]:
     """Return what axe finds by these rules, by all of them where none are given."""
     options = {"resultTypes": ["violations"], **({"runOnly": list(rules)} if rules else {})}
     report = page.evaluate("options => axe.run(options)", options)
-    return [
-        f"{found['id']} ({found['impact']}): {node['target']} {node['html'][:120]}"
-        for found in report["violations"]
-        if found["impact"] in _GRAVE
-        for node in found["nodes"]
-    ]
+    grave = [found for found in report["violations"] if found["impact"] in _GRAVE]
+    faults = [(found, node) for found in grave for node in found["nodes"]]
+    return [f"{found['id']} ({found['impact']}): {node['target']} {node['html'][:120]}" for found, node in faults]
 
 
 def _crowding(page: Page) -> list[str]:
