@@ -431,8 +431,8 @@ class KVReuse:
             What `model.generate` returns; `last_report` holds the figures.
 
         Raises:
-            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, another cache, or anything else
-                that KV would depend on; or the model was moved or converted since it was connected.
+            InvalidArgumentError: padding elsewhere, beams, several sequences per prompt, another cache, or other
+                things that KV would depend on; or the model was moved or converted since it was connected.
         """
         started = self._clock()
         config = _effective_config(self._model, arguments)

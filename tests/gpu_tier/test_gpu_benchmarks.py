@@ -163,7 +163,7 @@ def test_a_failing_kernel_hides_no_others(capsys: pytest.CaptureFixture[str], mo
         (0.9, (False, True), "only the baseline was captured in a graph"),
     ],
 )
-def test_a_speed_up_needs_a_good_baseline_timed_alike(share: float, graphs: tuple[bool, bool], reason: str) -> None:
+def test_a_speed_up_needs_a_good_baseline_timed_equally(share: float, graphs: tuple[bool, bool], reason: str) -> None:
     this = device_run()
     this.add_speed_up("case", "dense", 3.0, share, graphs)
     (row,) = this.rows

@@ -575,11 +575,11 @@ class Model:
 writes = st.tuples(st.just("write"), st.integers(0, 2), st.integers(1, 9))
 appends = st.tuples(st.just("append"), st.integers(0, 2), st.integers(0, 2))
 frees = st.tuples(st.just("free"), st.integers(0, 2), st.just(0))
-looks = st.tuples(st.just("look"), st.integers(0, 40), st.integers(0, 40))
+lookups = st.tuples(st.just("look"), st.integers(0, 40), st.integers(0, 40))
 
 
 @settings(max_examples=examples(200), deadline=None)
-@given(steps=st.lists(writes | appends | frees | looks, max_size=25))
+@given(steps=st.lists(writes | appends | frees | lookups, max_size=25))
 def test_any_history_keeps_the_written_codes(steps: list[tuple[str, int, int]]) -> None:
     model = Model(make_codes())
     for what, a, b in steps:

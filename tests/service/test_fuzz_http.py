@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield made
 
 
-_ALWAYS_ALIKE = settings(deadline=None, database=None, derandomize=True, phases=[Phase.generate])
+_REPRODUCIBLE = settings(deadline=None, database=None, derandomize=True, phases=[Phase.generate])
 
 
 def tried(server: Secured, base: str, path: str) -> Counter[int]:
@@ -44,7 +44,7 @@ def tried(server: Secured, base: str, path: str) -> Counter[int]:
     for each in schema.get_all_operations():
         operation = each.ok()
 
-        @settings(_ALWAYS_ALIKE, max_examples=_EXAMPLES, suppress_health_check=list(HealthCheck))
+        @settings(_REPRODUCIBLE, max_examples=_EXAMPLES, suppress_health_check=list(HealthCheck))
         @given(case=st.one_of([operation.as_strategy(generation_mode=mode) for mode in GenerationMode]))
         def attempt(case: schemathesis.Case) -> None:
             keys = {"authorization": f"Bearer {server.admin_key}"}

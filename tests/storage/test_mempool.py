@@ -540,6 +540,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.loop.close()
 
 
-_ALWAYS_ALIKE = settings(phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
-PoolMachine.TestCase.settings = settings(_ALWAYS_ALIKE, max_examples=examples(40), stateful_step_count=15)
+_REPRODUCIBLE = settings(phases=[Phase.explicit, Phase.generate], deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(_REPRODUCIBLE, max_examples=examples(40), stateful_step_count=15)
 TestPools = PoolMachine.TestCase
