@@ -499,9 +499,9 @@ def _difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 # one more token is computed at a far position, which costs no more than at the next one: frequencies follow the highest
 # position. Only computations of equal shapes are compared: those of others round differently.
 
-# Of the first layer that differs at all. Rounding begins far below this, as the KV of half precision has steps of this
-# size, and grows from layer to layer; what depends on later tokens begins above it.
-_MAX_DIFFERENCE = 4e-3
+# Of the first layer that differs at all, or the resolution of the type where that is coarser. Rounding begins below
+# this and grows from layer to layer; what depends on later tokens begins above it.
+_MAX_DIFFERENCE = 1e-5
 _LENGTH_WORDS = frozenset({"chunk", "context", "ctx", "len", "length", "position", "positions", "seq", "window"})
 _BEYOND = 4  # times the longest length in a configuration
 
@@ -529,7 +529,7 @@ def _max_tokens(model: PreTrainedModel) -> int | None:
     config = model.config.get_text_config(decoder=True)
     lengths = sorted({length for length in _lengths(config.to_dict()) if length > _PROBE_TOKENS + 1})
     if getattr(config, "rope_parameters", None):
-        far = max(lengths, default=0) * _BEYOND
+        far = min([max(lengths, default=0) * _BEYOND, *_table_ends(model)])
     else:  # positions may be looked up in a table, which ends here
         far = int(getattr(config, "max_position_embeddings", None) or 0) - 1
     if far <= _PROBE_TOKENS:
@@ -551,7 +551,7 @@ def _dependent_layer(kv: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) 
     """Return the first layer whose KV differs, None when it is the same or differs by rounding."""
     for layer, pair in enumerate(zip(kv, other, strict=True)):
         if not torch.equal(*pair):
-            return None if _kv_difference(*pair) <= _MAX_DIFFERENCE else layer
+            return None if _kv_difference(*pair) <= max(_MAX_DIFFERENCE, torch.finfo(pair[0].dtype).eps) else layer
     return None
 
 
@@ -567,6 +567,13 @@ def _longest_independent(model: PreTrainedModel, near: Sequence[torch.Tensor], l
         else:
             other = middle
     return same + 1
+
+
+def _table_ends(model: PreTrainedModel) -> list[int]:
+    """Return the last positions of tables that may be of positions; some have two entries before the first position."""
+    tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    sizes = [table.num_embeddings for table in tables if table is not model.get_input_embeddings()]
+    return [size - 3 for size in sizes if size > _PROBE_TOKENS + 3]
 
 
 def _lengths(settings: Mapping[str, Any]) -> Iterator[int]:
