@@ -31,7 +31,7 @@ from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.results import CallCounters, Location, MatchMode, MatchResult, Outcome, Registration
 from kvcm.connectors.reuse.loads import LoadReport, PartToLoad, missing_report
 from kvcm.connectors.reuse.registration import InstanceSpecs, KvIdentity, ManagerLink
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import SavedBlocks, SessionSettings, WriteSessions, save_blocks
 from kvcm.connectors.transfer import CancelToken, Failure, TransferEngine, TransferItem, TransferResult
 from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
@@ -469,7 +469,7 @@ class BlockWrite:
         self.has_begun = True
         engine = link.engine(settings.call_seconds)
         if engine is None:
-            statistics.add(dropped_save_blocks=len(self._pages))
+            statistics.count_unsaved(Unsaved.UNREGISTERED, len(self._pages), link.registration.message)
             self.fail(f"not registered: {link.registration.message}")
             return
         for start, stop in self._batches(settings.batch_bytes):

@@ -6,12 +6,37 @@ that it can be sent as JSON or msgpack, and added up by `merged`.
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Mapping
+from enum import Enum
 from typing import TypeAlias
 
-__all__ = ["BUCKETS_SECONDS", "COUNTERS", "TIMES", "ReuseStatistics", "Snapshot", "merged"]
+__all__ = ["BUCKETS_SECONDS", "COUNTERS", "TIMES", "ReuseStatistics", "Snapshot", "Unsaved", "merged"]
+
+_log = logging.getLogger(__name__)
+
+
+class Unsaved(Enum):
+    """Why a computed block is not saved."""
+
+    UNREGISTERED = "the manager has not accepted the registration"
+    NO_ANSWER = "the manager did not answer the lookup"
+    NO_LEAVE = "the manager gave no leave to write"
+    FULL = "the manager had no space for them"
+    WAITING = "too many blocks were waiting to be saved"
+    GAP = "a block before them was not saved"
+    STORAGE = "a storage did not take them"
+    UNCONFIRMED = "the manager did not confirm the write session"
+    WEIGHTS = "the weights changed, or nothing says which they are"
+    LENGTH = "their KV depends on the length of the prompt"
+
+    @property
+    def counter(self) -> str:
+        """Name of the counter of such blocks."""
+        return f"unsaved_{self.name.lower()}_blocks"
+
 
 Snapshot: TypeAlias = dict[str, int | list[float]]
 BUCKETS_SECONDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -34,6 +59,7 @@ COUNTERS: Mapping[str, str] = {
     "known_blocks": "Blocks that need not be saved: the manager has them",
     "sessions_finished": "Write sessions that published blocks",
     "sessions_aborted": "Write sessions that published nothing",
+    **{reason.counter: f"Blocks not saved: {reason.value}" for reason in Unsaved},
 }
 TIMES: Mapping[str, str] = {
     "lookup_seconds": "Time of a lookup, as the engine waits for it",
@@ -49,6 +75,7 @@ class ReuseStatistics:
         self._lock = threading.Lock()
         self._drained: Snapshot = {}
         self._pending: Snapshot = {}
+        self._reported: set[Unsaved] = set()
 
     def add(self, **counts: int) -> None:
         """Add to counters, by name; see `COUNTERS`."""
@@ -56,6 +83,30 @@ class ReuseStatistics:
             for name, count in counts.items():
                 if count:
                     self._pending = _add(self._pending, name, count)
+
+    def count_unsaved(self, reason: Unsaved, blocks: int, detail: str = "") -> None:
+        """Count blocks that are not saved, and log a warning, once per reason.
+
+        Args:
+            reason: why not.
+            blocks: how many; nothing happens for 0.
+            detail: more about it, for the warning.
+        """
+        if blocks <= 0:
+            return
+        is_failure = reason in {Unsaved.STORAGE, Unsaved.UNCONFIRMED}
+        self.add(**{reason.counter: blocks, "failed_save_blocks" if is_failure else "dropped_save_blocks": blocks})
+        with self._lock:
+            is_new = reason not in self._reported
+            self._reported.add(reason)
+        if is_new:
+            _log.warning(
+                "%d blocks were not saved: %s%s; later ones are counted as %s",
+                blocks,
+                reason.value,
+                f" ({detail})" if detail else "",
+                reason.counter,
+            )
 
     def observe(self, name: str, seconds: float) -> None:
         """Record a duration; see `TIMES`."""

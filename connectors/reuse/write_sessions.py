@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import WriteGrant
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.transfer import CancelToken, TransferEngine, TransferItem, TransferResult
 from kvcm.model.keys import BlockKey
 
-__all__ = ["SavedBlocks", "SessionSettings", "WriteSessions", "save_blocks"]
+__all__ = ["SavedBlocks", "SessionSettings", "WriteSessions", "count_masked", "save_blocks"]
 
 _CLOSE_SECONDS = 1.0
 
@@ -238,9 +238,9 @@ def save_blocks(
     started = clock()
     grant = sessions.start(keys, parent, part_groups)
     if grant is None:
-        statistics.add(dropped_save_blocks=len(keys))
+        statistics.count_unsaved(Unsaved.NO_LEAVE, len(keys))
         return SavedBlocks((False,) * len(keys), reason="no leave to write")
-    statistics.add(known_blocks=sum(grant.mask))
+    count_masked(grant, statistics)
     if not grant.locations:
         return SavedBlocks((True,) * len(keys))
     written: list[bool] = []
@@ -294,6 +294,20 @@ def _finish(
     return is_published
 
 
+def _fitting_blocks(grant: WriteGrant) -> int:
+    """Return how many of the first blocks have space: masked ones behind the last block to write do not fit."""
+    if not grant.refusal or not grant.locations:
+        return len(grant.mask)
+    return len(grant.mask) - grant.mask[::-1].index(False)
+
+
+def count_masked(grant: WriteGrant, statistics: ReuseStatistics) -> None:
+    """Count the blocks that the manager has, and those that it has no space for."""
+    end = _fitting_blocks(grant)
+    statistics.add(known_blocks=sum(grant.mask[:end]))
+    statistics.count_unsaved(Unsaved.FULL, len(grant.mask) - end, grant.refusal)
+
+
 def _saved_blocks(
     grant: WriteGrant, written: Sequence[bool], is_published: bool, reason: str, statistics: ReuseStatistics
 ) -> SavedBlocks:
@@ -301,11 +315,12 @@ def _saved_blocks(
         reason = "the write session was not confirmed"
     flags = iter(written)
     stored = [is_masked or (next(flags) and is_published) for is_masked in grant.mask]
-    if grant.refusal:  # a masked block behind the last block to write does not fit
-        end = len(grant.mask) - grant.mask[::-1].index(False)
-        stored[end:] = [False] * (len(stored) - end)
+    end = _fitting_blocks(grant)
+    stored[end:] = [False] * (len(stored) - end)
     sizes = [sum(uri.size for uri in location.uris.values()) for location in grant.locations]
     saved = sum(written) if is_published else 0
     saved_bytes = sum(size for size, is_written in zip(sizes, written, strict=True) if is_written) if saved else 0
-    statistics.add(saved_blocks=saved, saved_bytes=saved_bytes, failed_save_blocks=len(written) - saved)
+    statistics.add(saved_blocks=saved, saved_bytes=saved_bytes)
+    statistics.count_unsaved(Unsaved.STORAGE, len(grant.locations) - sum(written), reason)
+    statistics.count_unsaved(Unsaved.UNCONFIRMED, sum(written) - saved)
     return SavedBlocks(tuple(stored), saved, saved_bytes, reason or grant.refusal)

@@ -27,7 +27,7 @@ from kvcm.connectors.credentials import ClientCredentials
 from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
-from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics
+from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Unsaved
 from kvcm.connectors.sglang.host_pool import PageMemory
 from kvcm.connectors.sglang.identity import page_identity, weights_of
 from kvcm.connectors.sglang.options import SglangOptions
@@ -262,6 +262,8 @@ class KVCMStorage(HiCacheStorage):
     ) -> list[bool]:
         """Save pages; true for those that are stored now."""
         store = self._usable_store()
+        if store is None and self._store is not None:
+            self._store.statistics.count_unsaved(Unsaved.WEIGHTS, len(keys))
         missed = TransferSummary([False] * len(keys))
         moved = (
             missed if store is None else _or_miss(missed, lambda: store.save(keys, host_indices, _prefix(extra_info)))

@@ -21,7 +21,7 @@ from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.results import Location, MatchResult, Outcome
 from kvcm.connectors.reuse.loads import Bytes, PartToLoad, StagingTrays, load_parts, missing_report
 from kvcm.connectors.reuse.registration import ManagerLink
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import SessionSettings, WriteSessions, save_blocks
 from kvcm.connectors.sglang.host_pool import PageMemory
 from kvcm.connectors.sglang.options import SglangOptions
@@ -413,6 +413,8 @@ class PageStore:
         keys = self._keys.keys(page_hashes)
         engine = self._link.engine_if_ready() if self._options.publish else None
         if engine is None or not keys:
+            if self._options.publish:
+                self.statistics.count_unsaved(Unsaved.UNREGISTERED, len(keys), self._link.registration.message)
             return TransferSummary([False] * len(keys))
         pages = self._memory.pages(host_indices)
         saved = save_blocks(

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from kvcm.connectors.keys import KeyChain
 from kvcm.connectors.layout.tensors import StagingBuffers, iovec
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import WriteSessions, save_blocks
 from kvcm.connectors.transfer import TransferEngine
 from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
@@ -181,8 +181,13 @@ class RowPublication:
             return replace(published, reason=f"{len(late)} batches were still being saved")
         return published
 
+    def count_unsaved(self, reason: Unsaved, blocks: int) -> None:
+        """Count blocks that are not even tried."""
+        self._saver.statistics.count_unsaved(reason, blocks)
+
     def _publish(self, run: BlockRun) -> None:
         if self._published.reason:
+            self.count_unsaved(Unsaved.GAP, len(run.keys))
             return
         try:
             added = self._saver.publish(run)
@@ -239,14 +244,18 @@ class RowProgress:
         self._states = states
         self._held: _PendingBlock | None = None
 
-    def on_tokens(self, input_ids: torch.Tensor, batch: CallCache, columns: int) -> None:
-        """Publish the blocks that are full now that the KV of so many columns is computed."""
+    def on_tokens(self, input_ids: torch.Tensor, batch: CallCache, columns: int, *, is_shared: bool) -> None:
+        """Publish the blocks that are full now that the KV of so many columns is computed; else count them."""
         row, size = self._row, self._chain.block_tokens
         full, over = divmod(columns - row.padding, size)
         if full <= self._seen_blocks:
             return
-        self._seen_blocks = full
+        seen, self._seen_blocks = self._seen_blocks, full
+        if not is_shared:
+            self._publication.count_unsaved(Unsaved.LENGTH, full - seen)
+            return
         if not self._may_publish():
+            self._publication.count_unsaved(Unsaved.WEIGHTS, full - seen)
             self._publication.stop("the weights changed while tokens were generated")
             return
         known = len(self._keys)
@@ -319,10 +328,10 @@ class GenerationProgress(StoppingCriteria):
         self._input_ids = input_ids
         columns = self._cache.get_seq_length()
         is_shared = self._max_columns is None or columns <= self._max_columns
-        for index in self._going if is_shared else ():
+        for index in self._going:
             row = self._rows[index]
             if row is not None:
-                row.on_tokens(input_ids, self._batch, columns)
+                row.on_tokens(input_ids, self._batch, columns, is_shared=is_shared)
         if len(self._rows) > 1 and self._end_tokens:
             tokens = input_ids[:, -1].tolist()
             self._going = [index for index in self._going if tokens[index] not in self._end_tokens]
@@ -335,6 +344,11 @@ class GenerationProgress(StoppingCriteria):
         columns = self._cache.get_seq_length()
         columns = columns if self._max_columns is None else min(columns, self._max_columns)
         return [self._input_ids[row.index, row.padding : columns].tolist() for row in self._batch.rows]
+
+    def computed_blocks(self) -> int:
+        """Return how many blocks of all rows are full of KV that was computed or loaded."""
+        columns, size = self._cache.get_seq_length(), self._batch.parts.block_tokens
+        return sum((columns - row.padding) // size for row in self._batch.rows)
 
     def finish(self) -> None:
         """Publish the blocks that were held back to the end."""

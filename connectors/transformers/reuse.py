@@ -36,7 +36,7 @@ from kvcm.connectors.layout.tensors import StagingBuffers
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.results import CallCounters, Registration
 from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import SessionSettings, WriteSessions
 from kvcm.connectors.transfer import TransferEngine
 from kvcm.connectors.transfer.worker_pool import PRIORITY_SAVE, WorkerPool
@@ -254,6 +254,13 @@ _MAX_SPARE_TOKENS = 1024
 _POOL_FULL = "the pool had too few free blocks for this call"
 
 
+class _Refusal(NamedTuple):
+    """Why the KV of a call is not shared, in words and for the counters."""
+
+    reason: str
+    unsaved: Unsaved
+
+
 class _Call(NamedTuple):
     """What became of one call of generate."""
 
@@ -446,7 +453,7 @@ class KVReuse:
             call = self._run(
                 batch,
                 chain=chain,
-                refusal=refusal,
+                refusal="" if refusal is None else refusal.reason,
                 keys=keys,
                 local=local,
                 input_ids=input_ids,
@@ -457,6 +464,8 @@ class KVReuse:
                 self._keep(paged, chain, call.progress)
         finally:
             closed = None if paged is None else self._background.submit(PRIORITY_SAVE, paged.close)
+        if self._publish and not call.publications:
+            self._count_unsaved(call, refusal)
         published = self._finish_publications(call.publications, closed)
         is_pool_full = self._pool is not None and chain and paged is None and not config.return_dict_in_generate
         self.last_report = self._report(call, published, started, _POOL_FULL if is_pool_full else "")
@@ -483,21 +492,28 @@ class KVReuse:
             self._chain = version, KeyChain(self._identity.namespace(version), self.parts.block_tokens)
         return self._chain[1]
 
-    def _sharing(self, rows: Sequence[Row]) -> tuple[KeyChain | None, str]:
-        """Return what computes the keys of a call, or None and why its KV is not shared."""
-        longest = max(len(row.tokens) for row in rows)
-        if self._kv.max_tokens is not None and longest > self._kv.max_tokens:
-            return (
-                None,
-                f"prompt has {longest} tokens, whose KV depends on its length from {self._kv.max_tokens + 1} on",
-            )
+    def _sharing(self, rows: Sequence[Row]) -> tuple[KeyChain | None, _Refusal | None]:
+        """Return what computes the keys of a call, or why its KV is not shared."""
+        longest, limit = max(len(row.tokens) for row in rows), self._kv.max_tokens
+        if limit is not None and longest > limit:
+            reason = f"prompt has {longest} tokens, whose KV depends on its length from {limit + 1} on"
+            return None, _Refusal(reason, Unsaved.LENGTH)
         try:
-            return self._current_chain(), ""
+            return self._current_chain(), None
         except UnknownWeightsError as error:
             if str(error) not in self._reported:
                 self._reported.add(str(error))
                 _log.error("KV is not reused: %s", error)
-            return None, str(error)
+            return None, _Refusal(str(error), Unsaved.WEIGHTS)
+
+    def _count_unsaved(self, call: _Call, refusal: _Refusal | None) -> None:
+        """Count the blocks of a call that nothing was to publish."""
+        blocks = call.progress.computed_blocks() - sum(prefix.stored_blocks for prefix in call.found)
+        if refusal is not None:
+            self.statistics.count_unsaved(refusal.unsaved, blocks)
+        else:
+            reason = Unsaved.NO_ANSWER if self.registration.ok else Unsaved.UNREGISTERED
+            self.statistics.count_unsaved(reason, blocks, call.found[0].reason)
 
     def _open_batch(
         self, rows: Sequence[Row], keys: Sequence[Sequence[BlockKey]], config: Any, *, uses_pool: bool

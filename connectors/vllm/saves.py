@@ -20,8 +20,8 @@ from kvcm.connectors.calls import use_trace_id
 from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.results import WriteGrant
 from kvcm.connectors.reuse.lookups import FoundPrefix
-from kvcm.connectors.reuse.statistics import ReuseStatistics
-from kvcm.connectors.reuse.write_sessions import WriteSessions
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
+from kvcm.connectors.reuse.write_sessions import WriteSessions, count_masked
 from kvcm.connectors.transfer.worker_pool import PRIORITY_LOAD, PRIORITY_SAVE, WorkerPool
 from kvcm.connectors.vllm.connector_metadata import BlockToSave, SaveJob, SaveResult
 from kvcm.connectors.vllm.kv_cache_groups import ALL_PARTS, FULL_PARTS, KvCacheLayout
@@ -361,12 +361,12 @@ class SaveQueue:
 
     def _job(self, run: BlockRun, grant: WriteGrant | None) -> list[SaveJob]:
         if grant is None:
-            self._statistics.add(dropped_save_blocks=len(run.keys))
+            self._statistics.count_unsaved(Unsaved.NO_LEAVE, len(run.keys))
             self._unpin(run, range(len(run.keys)))
             return []
         numbers = [number for number, is_masked in enumerate(grant.mask) if not is_masked]
         known = [number for number, is_masked in enumerate(grant.mask) if is_masked]
-        self._statistics.add(known_blocks=len(known))
+        count_masked(grant, self._statistics)
         self._unpin(run, known)
         if not numbers:
             return []
@@ -394,10 +394,11 @@ class SaveQueue:
         saved = written if is_published else 0
         self._statistics.add(
             saved_blocks=saved,
-            failed_save_blocks=len(result.written) - saved,
             sessions_finished=int(is_published),
             sessions_aborted=int(not is_published),
         )
+        self._statistics.count_unsaved(Unsaved.STORAGE, len(result.written) - written, result.reason)
+        self._statistics.count_unsaved(Unsaved.UNCONFIRMED, written - saved)
         if is_published:
             numbers = [number for number, is_written in zip(job.numbers, result.written, strict=True) if is_written]
             self._on_published(job.run, numbers)
@@ -478,6 +479,19 @@ class Reservations:
         self._save_computed(tracked, least=1)
         self.release(tracked)
 
+    def count_unsaved(self, tracked: TrackedRequest, detail: str) -> None:
+        """Count the blocks of a request that has ended which were computed and not saved.
+
+        Args:
+            tracked: the request.
+            detail: why the manager did not answer, if it did not.
+        """
+        request = tracked.request
+        computed = min(request.num_computed_tokens // self._plan.block_tokens, len(request.block_hashes))
+        reason = Unsaved.WAITING if tracked.has_gap else Unsaved.NO_ANSWER
+        if not tracked.may_save:
+            self._statistics.count_unsaved(reason, computed - tracked.next_block, detail)
+
     def release(self, tracked: TrackedRequest) -> None:
         """Unpin the reserved blocks of a request."""
         self._reserving.pop(tracked.id, None)
@@ -507,8 +521,7 @@ class Reservations:
         ]
         ids = [block_id for block in wanted for block_id in block.block_ids.values()]
         if not self._pins.try_pin(ids):
-            tracked.has_gap, tracked.may_save = True, False
-            self._statistics.add(dropped_save_blocks=len(wanted))
+            tracked.has_gap, tracked.may_save = True, False  # counted when the request ends, with those behind them
             return
         tracked.reserved += wanted
         tracked.next_block = end

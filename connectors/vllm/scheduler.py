@@ -308,6 +308,9 @@ class KvcmScheduler:
             self._loading.discard(tracked.id)
             self._reservations.release(tracked)
         self._reservations.finish(tracked)
+        if self._mode.saves:
+            registration = self._link.registration
+            self._reservations.count_unsaved(tracked, "" if registration.ok else registration.message)
         self._release_lookup(tracked)
 
     def get_external_cache_hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:

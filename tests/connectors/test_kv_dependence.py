@@ -43,13 +43,17 @@ def test_prompts_over_the_border_are_computed_and_those_below_it_reused(connect:
         report = checked(reuse, plain(ids, twin), ids)
         assert report.loaded_tokens == loaded
         assert (f"KV depends on its length from {limit + 1} on" in report.reason) == (tokens > limit)
+    assert reuse.statistics.total()["unsaved_length_blocks"] >= 3 * (limit // BLOCK)
 
 
 def test_blocks_that_an_answer_fills_behind_the_border_are_not_published(connect: Connect, model: Any) -> None:
     ids = prompt(100)
-    output, report = run(connect(model), ids, max_new_tokens=80)
+    reuse = connect(model)
+    output, report = run(reuse, ids, max_new_tokens=80)
     assert torch.equal(output, plain(ids, model, max_new_tokens=80))
-    assert report.blocks_saved == probe_model(model, BLOCK).max_tokens // BLOCK
+    saved = probe_model(model, BLOCK).max_tokens // BLOCK
+    assert report.blocks_saved == saved
+    assert reuse.statistics.total()["unsaved_length_blocks"] == 179 // BLOCK - saved
 
 
 def test_a_long_row_changes_the_others_of_its_batch(connect: Connect, model: Any) -> None:

@@ -82,6 +82,8 @@ def test_a_storage_that_is_read_only_costs_saves(connect: Connect, manager: Mana
     assert report.blocks_saved == 0
     assert report.reason
     assert reuse.counters["start_write"].ok == before + 1  # blocks behind a failure are not even begun
+    counts = reuse.statistics.total()
+    assert counts["unsaved_storage_blocks"] + counts.get("unsaved_gap_blocks", 0) == 7
     directory.unlink()
     directory.with_name("elsewhere").rename(directory)
     _, report = run(reuse, ids)  # the session was aborted, so the blocks can be written at once
@@ -242,3 +244,14 @@ def test_buffers_count(connect: Connect) -> None:
     ids = prompt(100)
     loaded = [run(connect(model(scale)), ids)[1].loaded_tokens for scale in (1.0, 1.0, 2.0)]
     assert loaded == [0, 96, 0]
+
+
+def test_an_engine_that_stores_nothing_says_why_once(
+    connect: Connect, closed_port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(PATIENT, register_seconds=1.0, call_seconds=1.0)
+    reuse, ids = connect(address=f"127.0.0.1:{closed_port}", settings=settings), prompt(100)
+    for _ in range(3):
+        checked(reuse, plain(ids), ids)
+    assert reuse.statistics.total()["unsaved_unregistered_blocks"] == 3 * 7
+    assert caplog.text.count("7 blocks were not saved: the manager has not accepted the registration") == 1

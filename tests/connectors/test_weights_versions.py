@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from reuse_cases import PATIENT, Connect, checked, make_model, plain, prompt, run
+from reuse_cases import BLOCK, PATIENT, Connect, checked, make_model, plain, prompt, run
 from torch import nn
 
+from kvcm.connectors.reuse.statistics import Unsaved
 from kvcm.connectors.transformers import KVReuse
 from kvcm.connectors.transformers.weights import ModelWeights, UnknownWeightsError
 from kvcm.model.errors import InvalidArgumentError
@@ -114,6 +115,14 @@ def test_a_change_is_seen_before_the_next_lookup(connect: Connect, change: Calla
     other = make_model()
     change(other)
     assert checked(connect(other), plain(IDS, model), IDS).loaded_tokens == 96  # and one that did has those
+
+
+def assert_every_block_is_accounted_for(reuse: KVReuse, computed: int, reason: Unsaved) -> None:
+    """Check that each computed block was saved, or counted for this reason."""
+    counts = reuse.statistics.total()
+    reasons = {each for each in Unsaved if counts.get(each.counter)}
+    assert reasons <= {reason, Unsaved.GAP}
+    assert counts.get("saved_blocks", 0) + sum(counts[each.counter] for each in reasons) == computed
 
 
 def lora(model: Any) -> Any:
@@ -232,6 +241,7 @@ def test_no_block_of_mixed_weights_is_published(connect: Connect) -> None:
     reuse = connect(model)
     output, report = run(reuse, ids, stopping_criteria=[change], max_new_tokens=60)
     assert "weights changed" in report.reason
+    assert_every_block_is_accounted_for(reuse, 159 // BLOCK, Unsaved.WEIGHTS)
     for other in (make_model(), model):  # the old weights and the new ones
         assert torch.equal(run(connect(other), output)[0], plain(output, other))
 
@@ -245,6 +255,8 @@ def test_weights_without_data_are_not_shared(connect: Connect, caplog: pytest.Lo
         assert (report.loaded_tokens, report.blocks_saved) == (0, 0)
         assert "elsewhere of device meta has no memory of its own" in report.reason
     assert caplog.text.count("of device meta") == 1
+    assert caplog.text.count("14 blocks were not saved") + caplog.text.count("7 blocks were not saved") == 1
+    assert_every_block_is_accounted_for(reuse, 2 * BLOCKS, Unsaved.WEIGHTS)
     with pytest.raises(UnknownWeightsError):
         reuse.block_keys(IDS[0].tolist())
     reuse.set_weights_version("offloaded 1")
