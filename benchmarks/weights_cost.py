@@ -23,9 +23,9 @@ import torch
 from report import Row, arguments, publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvcm.connectors.reuse.model_weights import ModelWeights
 from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.transformers import KVReuse, ReuseSettings
-from kvcm.connectors.transformers.weights import ModelWeights
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 

@@ -2,7 +2,7 @@
 
 Models may share KV exactly when the same tokens give the same KV: same architecture and configuration, same weights,
 same dtype, same stored layout. All of that is part of every block key. All but the weights is registered with the
-manager, which rejects an engine that differs; weights may change while an engine runs (`weights`).
+manager, which rejects an engine that differs; weights may change while an engine runs (`reuse.model_weights`).
 """
 
 from __future__ import annotations
@@ -10,32 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 
-import torch
-import xxhash
 from transformers import PreTrainedModel
 
 from kvcm.connectors.reuse.registration import KvIdentity
 from kvcm.connectors.transformers.model_kv import ModelParts
 
-__all__ = ["model_identity", "tensor_checksum"]
-
-_CHUNK_BYTES = 64 << 20  # what is copied from a device at once
-
-
-def tensor_checksum(tensor: torch.Tensor) -> bytes:
-    """Return a checksum of every element of a tensor: 16 bytes, XXH3 of its bytes in row-major order.
-
-    It is the same on every device and in every layout; shape and dtype are not part of it. No protection against
-    forgery.
-
-    Args:
-        tensor: strided, on any device but meta.
-    """
-    checksum = xxhash.xxh3_128()
-    for chunk in torch.split(tensor.detach().contiguous().reshape(-1).view(torch.uint8), _CHUNK_BYTES):
-        checksum.update(chunk.cpu().numpy().data)
-    return checksum.digest()
-
+__all__ = ["model_identity"]
 
 _HASHING = "kvcm-chain/2"
 # Settings that leave the KV of given tokens as it is. Everything else counts, known or not.

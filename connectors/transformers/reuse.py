@@ -35,6 +35,7 @@ from kvcm.connectors.keys import KeyChain
 from kvcm.connectors.layout.tensors import StagingBuffers
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.results import CallCounters, Registration
+from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
 from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
 from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import SessionSettings, WriteSessions
@@ -60,7 +61,6 @@ from kvcm.connectors.transformers.publication import (
     RowPublication,
 )
 from kvcm.connectors.transformers.settings import GenerationReport, ReuseSettings, RowReport
-from kvcm.connectors.transformers.weights import ModelWeights, UnknownWeightsError
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.storages import StorageConfig

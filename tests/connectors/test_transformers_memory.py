@@ -11,9 +11,9 @@ from reuse_models import HYBRIDS, WINDOWS
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvcm.connectors.layout import BlockLayout
-from kvcm.connectors.transformers import identity
+from kvcm.connectors.reuse import model_weights
+from kvcm.connectors.reuse.model_weights import tensor_checksum
 from kvcm.connectors.transformers.cache import PreallocatedLayer, WindowLayer
-from kvcm.connectors.transformers.identity import tensor_checksum
 from kvcm.connectors.transformers.model_kv import KVPart, ModelParts, probe_model
 from kvcm.connectors.transformers.paged_cache import BlockPool, BlockTable, PagedLayer
 from kvcm.model.errors import InvalidArgumentError
@@ -244,7 +244,7 @@ def test_the_layout_in_memory_does_not_matter(dtype: torch.dtype) -> None:
 
 
 def test_every_element_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identity, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(model_weights, "_CHUNK_BYTES", 64)
     tensor = random((50,))
     seen = {tensor_checksum(tensor)}
     for index in range(tensor.nbytes):

@@ -12,9 +12,9 @@ from peft import LoraConfig, get_peft_model
 from reuse_cases import BLOCK, PATIENT, Connect, checked, make_model, plain, prompt, run
 from torch import nn
 
+from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
 from kvcm.connectors.reuse.statistics import Unsaved
 from kvcm.connectors.transformers import KVReuse
-from kvcm.connectors.transformers.weights import ModelWeights, UnknownWeightsError
 from kvcm.model.errors import InvalidArgumentError
 
 IDS = prompt(100)
@@ -219,7 +219,7 @@ def test_single_elements_of_large_models_are_found_when_all_are_compared(connect
 
 @pytest.mark.parametrize("change", [one_matrix, one_element, reload, reload_past_the_counter, data_replaced])
 def test_signs_find_changes_of_large_models(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcm.connectors.transformers.weights._SMALL_BYTES", 0)
+    monkeypatch.setattr("kvcm.connectors.reuse.model_weights._SMALL_BYTES", 0)
     model = make_model()
     weights = ModelWeights(model)
     version = weights.version()

@@ -23,14 +23,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import uuid4
 
 import torch
+import xxhash
 from torch import nn
 
-from kvcm.connectors.transformers.identity import tensor_checksum
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["ModelWeights", "UnknownWeightsError"]
+__all__ = ["ModelWeights", "UnknownWeightsError", "tensor_checksum"]
 
 _log = logging.getLogger(__name__)
 _SMALL_BYTES = 4 << 20
@@ -52,13 +53,18 @@ class ModelWeights:
         model: any module; its parameters and buffers count, wherever they lie.
         name: given version, see `assign`; None for a digest.
         compares_all: read every element before each call, whatever the size of the model.
+        is_packed: weights may have no elements because their modules keep them in another form, which changes only when
+            the empty parameter is replaced. They are then equal in this process alone. Otherwise they are unknown.
 
     Raises:
         InvalidArgumentError: the name is empty or too long.
     """
 
-    def __init__(self, model: nn.Module, name: str | None = None, *, compares_all: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, name: str | None = None, *, compares_all: bool = False, is_packed: bool = False
+    ) -> None:
         self._model = model
+        self._packed = _PackedParameters() if is_packed else None
         self._compares_all = compares_all or _is_small(model)
         self._snapshot: _Snapshot | None = None
         self._content = ""
@@ -72,16 +78,20 @@ class ModelWeights:
         Raises:
             UnknownWeightsError: a tensor has no data that could be compared, or the weights change meanwhile.
         """
-        if not self.is_unchanged() or (self._compares_all and self._content != _content(self._model)):
+        if not self.is_unchanged() or (self._compares_all and self._content != self._read_all()):
             if self._version.startswith(_NAMED):
                 name = self._version.removeprefix(_NAMED)
                 _log.warning("the weights changed after their version %r was set: their digest is used", name)
             self._read()
         return self._version
 
-    def is_unchanged(self) -> bool:
-        """Return whether signs tell that the weights are those of the last version."""
-        return self._snapshot is not None and self._snapshot.holds()
+    def is_unchanged(self, *, trusts_counters: bool = True) -> bool:
+        """Return whether signs tell that the weights are those of the last version.
+
+        Args:
+            trusts_counters: tensors whose writes PyTorch does not count may have changed.
+        """
+        return self._snapshot is not None and self._snapshot.holds(trusts_counters=trusts_counters)
 
     def assign(self, name: str) -> None:
         """Name the weights as they are now. Engines whose weights have equal names share KV.
@@ -95,13 +105,16 @@ class ModelWeights:
         if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME_CHARACTERS:
             raise InvalidArgumentError(f"weights_version is {name!r}, must have 1 to {_MAX_NAME_CHARACTERS} characters")
         self._snapshot = _Snapshot.of(self._model)
-        self._content = _content(self._model) if self._compares_all else ""
+        self._content = self._read_all() if self._compares_all else ""
         self._version = _NAMED + name
+
+    def _read_all(self) -> str:
+        return _content(self._model, self._packed)
 
     def _read(self) -> None:
         self._snapshot = None  # whatever goes wrong below, nothing is known until it is read again
         before = _Snapshot.of(self._model)
-        content = _content(self._model)
+        content = self._read_all()
         if not before.holds(trusts_counters=False):
             raise UnknownWeightsError("the weights change while they are read")
         self._snapshot, self._content, self._version = before, content, f"content:{content}"
@@ -109,8 +122,39 @@ class ModelWeights:
 
 # ---- every element ----
 
+_CHUNK_BYTES = 64 << 20  # what is copied from a device at once
 
-def _content(model: nn.Module) -> str:
+
+def tensor_checksum(tensor: torch.Tensor) -> bytes:
+    """Return a checksum of every element of a tensor: 16 bytes, XXH3 of its bytes in row-major order.
+
+    It is the same on every device and in every layout; shape and dtype are not part of it. No protection against
+    forgery.
+
+    Args:
+        tensor: strided, on any device but meta.
+    """
+    checksum = xxhash.xxh3_128()
+    for chunk in torch.split(tensor.detach().contiguous().reshape(-1).view(torch.uint8), _CHUNK_BYTES):
+        checksum.update(chunk.cpu().numpy().data)
+    return checksum.digest()
+
+
+class _PackedParameters:
+    """Parameters without elements, each with a text that no other one has, in any process."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Callable[[], object], str]] = {}
+
+    def text_of(self, parameter: torch.Tensor) -> str:
+        reference, text = self._known.get(id(parameter), (_nothing, ""))
+        if reference() is not parameter:
+            text = uuid4().hex
+            self._known[id(parameter)] = weakref.ref(parameter), text
+        return text
+
+
+def _content(model: nn.Module, packed: _PackedParameters | None = None) -> str:
     """Return a digest of names, shapes, types and elements of all weights, and of how adapters are applied.
 
     Raises:
@@ -123,6 +167,11 @@ def _content(model: nn.Module) -> str:
             raise UnknownWeightsError(
                 f"{name} of device {tensor.device} has no memory of its own: its elements are elsewhere"
             )
+        if isinstance(tensor, nn.Parameter) and not tensor.numel():
+            if packed is None:
+                raise UnknownWeightsError(f"{name} has no elements here")
+            digest.update(f"{name} packed {packed.text_of(tensor)}\n".encode())
+            continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if id(tensor) not in checksums:
             checksums[id(tensor)] = tensor_checksum(tensor)
