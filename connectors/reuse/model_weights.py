@@ -53,8 +53,9 @@ class ModelWeights:
         model: any module; its parameters and buffers count, wherever they lie.
         name: given version, see `assign`; None for a digest.
         compares_all: read every element before each call, whatever the size of the model.
-        is_packed: weights may have no elements because their modules keep them in another form, which changes only when
-            the empty parameter is replaced. They are then equal in this process alone. Otherwise they are unknown.
+        is_packed: weights may have no elements because functions of their modules hold them in another form, which changes
+            only when parameter or function are replaced. They are then equal in this process alone. Otherwise they are
+            unknown.
 
     Raises:
         InvalidArgumentError: the name is empty or too long.
@@ -64,7 +65,7 @@ class ModelWeights:
         self, model: nn.Module, name: str | None = None, *, compares_all: bool = False, is_packed: bool = False
     ) -> None:
         self._model = model
-        self._packed = _PackedParameters() if is_packed else None
+        self._packed = _Identities() if is_packed else None
         self._compares_all = compares_all or _is_small(model)
         self._snapshot: _Snapshot | None = None
         self._content = ""
@@ -140,21 +141,21 @@ def tensor_checksum(tensor: torch.Tensor) -> bytes:
     return checksum.digest()
 
 
-class _PackedParameters:
-    """Parameters without elements, each with a text that no other one has, in any process."""
+class _Identities:
+    """Gives each object a text that no other one has, in any process."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Callable[[], object], str]] = {}
 
-    def text_of(self, parameter: torch.Tensor) -> str:
-        reference, text = self._known.get(id(parameter), (_nothing, ""))
-        if reference() is not parameter:
+    def text_of(self, value: object) -> str:
+        reference, text = self._known.get(id(value), (_nothing, ""))
+        if reference() is not value:
             text = uuid4().hex
-            self._known[id(parameter)] = weakref.ref(parameter), text
+            self._known[id(value)] = weakref.ref(value), text
         return text
 
 
-def _content(model: nn.Module, packed: _PackedParameters | None = None) -> str:
+def _content(model: nn.Module, packed: _Identities | None = None) -> str:
     """Return a digest of names, shapes, types and elements of all weights, and of how adapters are applied.
 
     Raises:
@@ -170,7 +171,7 @@ def _content(model: nn.Module, packed: _PackedParameters | None = None) -> str:
         if isinstance(tensor, nn.Parameter) and not tensor.numel():
             if packed is None:
                 raise UnknownWeightsError(f"{name} has no elements here")
-            digest.update(f"{name} packed {packed.text_of(tensor)}\n".encode())
+            digest.update(f"{name} {packed.text_of(tensor)}\n".encode())
             continue
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         if id(tensor) not in checksums:
@@ -181,6 +182,9 @@ def _content(model: nn.Module, packed: _PackedParameters | None = None) -> str:
             digest.update(f"{name} {json.dumps(module.get_extra_state(), sort_keys=True, default=str)}\n".encode())
         if (adapters := _adapters_of(module)) is not None:
             digest.update(f"{name} {adapters!r}\n".encode())
+        if packed is not None:
+            for _, attribute, function in _packing_functions(module):
+                digest.update(f"{name} {attribute} {packed.text_of(function)}\n".encode())
     return digest.hexdigest()[:32]
 
 
@@ -204,6 +208,13 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.
         for name, tensor in owned.items():
             if tensor is not None and name not in dynamic:
                 yield owned, name, tensor
+
+
+def _packing_functions(module: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the functions of a module that may hold its weights, since a parameter has no elements."""
+    if all(parameter is None or parameter.numel() for parameter in module._parameters.values()):
+        return []
+    return [(module.__dict__, name, value) for name, value in module.__dict__.items() if callable(value)]
 
 
 def _dynamic_buffers(module: nn.Module) -> Iterable[str]:
@@ -261,6 +272,7 @@ class _Snapshot:
         modules = list(model.modules())
         found = [entry for module in modules for entry in _tensors_of(module)]
         children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
+        functions = [entry for module in modules for entry in _packing_functions(module)]
         groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for _, _, tensor in found:
             if _has_memory(tensor):
@@ -269,7 +281,7 @@ class _Snapshot:
         views = [[_some_elements(tensor) for tensor in group] for group in tensors]
         return cls(
             counts=[(owned, len(owned)) for m in modules for owned in (m._modules, m._parameters, m._buffers)],
-            objects=[(owned, name, _reference(value)) for owned, name, value in [*children, *found]],
+            objects=[(owned, name, _reference(value)) for owned, name, value in [*children, *found, *functions]],
             tensors=[[weakref.ref(tensor) for tensor in group] for group in tensors],
             addresses=[[tensor.data_ptr() for tensor in group] for group in tensors],
             writes=_writes(tensors),

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +41,7 @@ from kvcm.connectors.reuse.registration import KvIdentity, ManagerLink
 from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Snapshot, merged
 from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.vllm.connector_metadata import KvcmConnectorMetadata, KvcmWorkerMetadata
+from kvcm.connectors.vllm.engine_weights import EngineWeights, RankWeights
 from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from kvcm.connectors.vllm.options import VllmOptions
 from kvcm.connectors.vllm.scheduler import EngineMode, KvcmScheduler, StoredEvents
@@ -268,9 +270,16 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
             link = ManagerLink(_client(options), plan.specs(options.instance_group, identity), options.call_seconds)
             events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
             mode = EngineMode.from_config(vllm_config, plan, options)
-            keys = HashKeys(identity.namespace(weights_of(vllm_config, options)))
+            weights = EngineWeights(weights_of(vllm_config, options), plan.ranks)
             self._scheduler = KvcmScheduler(
-                plan, options=options, mode=mode, link=link, hash_keys=keys, statistics=self._statistics, events=events
+                plan,
+                options=options,
+                mode=mode,
+                link=link,
+                weights=weights,
+                keys_of=lru_cache(maxsize=8)(lambda version: HashKeys(identity.namespace(version))),
+                statistics=self._statistics,
+                events=events,
             )
         else:
             storages = RankStorages(_client(options), options)
@@ -348,6 +357,22 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """See the base class."""
         self._worker_side.register_kv_caches(kv_caches)
+        layers = self._vllm_config.compilation_config.static_forward_context
+        self._worker_side.watch_weights(RankWeights({name: layers[name] for name in kv_caches if name in layers}))
+
+    def set_weights_version(self, name: str) -> None:
+        """Name the weights of this rank as they are now, after they were changed, instead of having them compared.
+
+        Engines of one instance whose weights have equal names share KV, so all ranks get the name, and no other weights
+        may ever have had it. vLLM's prefix cache is reset afterwards, as after every change:
+
+            llm.collective_rpc(lambda worker: get_kv_transfer_group().set_weights_version("step 17"))
+            llm.reset_prefix_cache()
+
+        Raises:
+            InvalidArgumentError: the name does not have 1 to 256 characters.
+        """
+        self._worker_side.set_weights_version(name)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """See the base class."""

@@ -24,6 +24,7 @@ __all__ = [
     "LoadJob",
     "SaveJob",
     "SaveResult",
+    "WeightsReport",
 ]
 
 
@@ -52,11 +53,13 @@ class LoadJob:
         request_id: of the request.
         groups: blocks by group of layers.
         seconds: time for it, from when the workers receive it.
+        generation: of the weights that the blocks are of.
     """
 
     request_id: str
     groups: Sequence[GroupLoad]
     seconds: float
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +116,29 @@ class SaveResult:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WeightsReport:
+    """The weights of one rank.
+
+    Attributes:
+        generation: that this rank is in.
+        digest: of its weights, "" when they are unknown.
+        initial: digest of the weights that it started with.
+        reason: why they are unknown.
+    """
+
+    generation: int
+    digest: str
+    initial: str
+    reason: str = ""
+
+
 @dataclass
 class KvcmConnectorMetadata(KVConnectorMetadata):
     """Work of the workers in a step.
 
     Attributes:
+        generation: of the weights; ranks of an earlier one report theirs.
         loads: to begin.
         cancelled: ids of requests that ended before their loads.
         saves: to begin; their blocks do not change until they are answered.
@@ -125,6 +146,7 @@ class KvcmConnectorMetadata(KVConnectorMetadata):
         storages: to use from now on, None for those that are in use.
     """
 
+    generation: int = 0
     loads: list[LoadJob] = field(default_factory=list)
     cancelled: set[str] = field(default_factory=set)
     saves: list[SaveJob] = field(default_factory=list)
@@ -141,12 +163,14 @@ class KvcmWorkerMetadata(KVConnectorWorkerMetadata):
         failed_loads: ids of requests of which not everything was loaded.
         reports: missing and corrupt parts.
         has_unknown_storage: whether a part lies on a storage that a rank does not know.
+        weights: reports of ranks, by rank.
     """
 
     saves: dict[int, SaveResult] = field(default_factory=dict)
     failed_loads: set[str] = field(default_factory=set)
     reports: list[LoadReport] = field(default_factory=list)
     has_unknown_storage: bool = False
+    weights: dict[int, WeightsReport] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvcmWorkerMetadata:
         """Return the results of these ranks and another."""
@@ -160,7 +184,8 @@ class KvcmWorkerMetadata(KVConnectorWorkerMetadata):
             failed_loads=self.failed_loads | other.failed_loads,
             reports=self.reports + other.reports,
             has_unknown_storage=self.has_unknown_storage or other.has_unknown_storage,
+            weights=self.weights | other.weights,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.saves or self.failed_loads or self.reports or self.has_unknown_storage)
+        return bool(self.saves or self.failed_loads or self.reports or self.has_unknown_storage or self.weights)

@@ -49,12 +49,13 @@ class BlockPins:
         self._pinned: Counter[int] = Counter()
         self.count = 0
 
-    def bind_gpu_block_pool(self, pool: Any, release_pins: Callable[[], None]) -> None:
+    def bind_gpu_block_pool(self, pool: Any, release_pins: Callable[[], None], on_reset: Callable[[], None]) -> None:
         """Pin blocks of vLLM's block pool from now on.
 
         Args:
             pool: of vLLM.
             release_pins: releases all pins; called when the pool is reset and they are the only references.
+            on_reset: called when the pool was reset.
         """
         self._pool = pool
         self._max_pinned = int(pool.num_gpu_blocks * self._max_fraction)
@@ -63,7 +64,10 @@ class BlockPins:
         def reset_without_pins() -> bool:
             if self._pinned and self._are_only_references:
                 release_pins()
-            return bool(reset())
+            is_reset = bool(reset())
+            if is_reset:
+                on_reset()
+            return is_reset
 
         pool.reset_prefix_cache = reset_without_pins
 
@@ -118,12 +122,14 @@ class TrackedRequest:
 
     Attributes:
         request: vLLM's own object, which goes on changing.
-        hash_keys: makes block keys of vLLM's hashes.
+        hash_keys: makes block keys of vLLM's hashes; None while the version of the weights is unknown.
+        arrived_at: of the clock.
         found: prefix found by its lookup, None while that is pending.
         has_lookup: whether a lookup is under way or its lease is held.
         may_load: false after a load failed: a second one would most likely fail too, and then again.
         may_save: whether the manager answered, and there is no gap.
-        has_gap: whether a block was dropped: blocks after it cannot be found.
+        has_gap: whether a block was dropped, or is of other weights: blocks after it cannot be found.
+        unsaved: why its blocks are not saved, if they are not.
         is_loading: whether its blocks are being loaded.
         local_tokens: that vLLM's own cache had when it last asked for more.
         promised_tokens: that were found beyond those.
@@ -132,12 +138,14 @@ class TrackedRequest:
     """
 
     request: Any
-    hash_keys: HashKeys
+    hash_keys: HashKeys | None = None
+    arrived_at: float = 0.0
     found: FoundPrefix | None = None
     has_lookup: bool = False
     may_load: bool = True
     may_save: bool = False
     has_gap: bool = False
+    unsaved: Unsaved = Unsaved.NO_ANSWER
     is_loading: bool = False
     local_tokens: int = 0
     promised_tokens: int = 0
@@ -158,6 +166,7 @@ class TrackedRequest:
         if known and (known > len(hashes) or hashes[known - 1] != self._last_hash):
             self._keys, known = [], 0  # vLLM changes hashes when a streamed prompt goes on otherwise
         if end > known:
+            assert self.hash_keys is not None  # nothing is looked up or saved before
             self._keys += self.hash_keys.keys(hashes[known:end])
             self._last_hash = hashes[end - 1]
         return self._keys[:end]
@@ -488,7 +497,7 @@ class Reservations:
         """
         request = tracked.request
         computed = min(request.num_computed_tokens // self._plan.block_tokens, len(request.block_hashes))
-        reason = Unsaved.WAITING if tracked.has_gap else Unsaved.NO_ANSWER
+        reason = tracked.unsaved if tracked.hash_keys is not None else Unsaved.WEIGHTS
         if not tracked.may_save:
             self._statistics.count_unsaved(reason, computed - tracked.next_block, detail)
 
@@ -522,6 +531,7 @@ class Reservations:
         ids = [block_id for block in wanted for block_id in block.block_ids.values()]
         if not self._pins.try_pin(ids):
             tracked.has_gap, tracked.may_save = True, False  # counted when the request ends, with those behind them
+            tracked.unsaved = Unsaved.WAITING
             return
         tracked.reserved += wanted
         tracked.next_block = end

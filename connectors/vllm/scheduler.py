@@ -27,9 +27,10 @@ from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.reuse.loads import LoadReport
 from kvcm.connectors.reuse.lookups import FoundPrefix, Lookups
 from kvcm.connectors.reuse.registration import ManagerLink
-from kvcm.connectors.reuse.statistics import ReuseStatistics
+from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import WriteSessions
 from kvcm.connectors.vllm.connector_metadata import GroupLoad, KvcmConnectorMetadata, KvcmWorkerMetadata, LoadJob
+from kvcm.connectors.vllm.engine_weights import EngineWeights
 from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from kvcm.connectors.vllm.options import VllmOptions
 from kvcm.connectors.vllm.saves import BlockPins, BlockRun, Reservations, SaveQueue, TrackedRequest
@@ -159,7 +160,8 @@ class KvcmScheduler:
         options: of the connector.
         mode: of this engine.
         link: to the manager.
-        hash_keys: makes block keys of vLLM's hashes.
+        weights: of all ranks.
+        keys_of: makes block keys of vLLM's hashes, of a version of the weights.
         statistics: where to count.
         events: of stored blocks.
         clock: seconds of a clock that never runs backwards.
@@ -171,7 +173,8 @@ class KvcmScheduler:
         options: VllmOptions,
         mode: EngineMode,
         link: ManagerLink,
-        hash_keys: HashKeys,
+        weights: EngineWeights,
+        keys_of: Callable[[str], HashKeys],
         statistics: ReuseStatistics,
         events: StoredEvents,
         clock: Callable[[], float] = time.monotonic,
@@ -183,7 +186,8 @@ class KvcmScheduler:
         self._events = events
         self._clock = clock
         self._mode = mode
-        self._hash_keys = hash_keys
+        self._weights = weights
+        self._keys_of = keys_of
         self._requests: dict[str, TrackedRequest] = {}
         self._pins = BlockPins(options.pinned_fraction)
         self._lookups = Lookups(link, plan=plan.lookup, settings=options.lookups, statistics=statistics, clock=clock)
@@ -205,7 +209,6 @@ class KvcmScheduler:
             statistics=statistics,
         )
         self._sent_storages: Sequence[StorageConfig] | None = None
-        self._is_off = False
         self._loads: list[LoadJob] = []
         self._cancelled: set[str] = set()
         self._loading: set[str] = set()
@@ -214,20 +217,21 @@ class KvcmScheduler:
 
     def bind_gpu_block_pool(self, block_pool: Any) -> None:
         """Pin blocks of vLLM's block pool from now on."""
-        self._pins.bind_gpu_block_pool(block_pool, self._abandon_saves)
+        self._pins.bind_gpu_block_pool(block_pool, self._abandon_saves, self._on_reset)
 
     def on_new_request(self, request: Any) -> None:
-        """Start the lookup of a new request, so that it is answered when the request is scheduler_output."""
-        if self._is_off:
-            return
-        tracked = self._requests[request.request_id] = TrackedRequest(request, self._hash_keys)
-        self._start_lookup(tracked)
+        """Start the lookup of a new request, so that it is answered when the request is scheduled."""
+        self._requests[request.request_id] = tracked = TrackedRequest(request, arrived_at=self._clock())
+        self._begin(tracked)
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded beyond the local ones, None when that is not known yet."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or not self._mode.loads or not tracked.may_load or request.skip_reading_prefix_cache:
             return 0, False
+        if not self._begin(tracked):
+            is_patient = self._clock() < tracked.arrived_at + self._options.load_seconds
+            return (None if self._weights.is_pending and is_patient else 0), False
         found = self._poll_lookup(tracked)
         if found is None:
             return None, False
@@ -266,6 +270,7 @@ class KvcmScheduler:
         if not scheduler_output.total_num_scheduled_tokens:
             self._wait_while_idle()
         metadata = KvcmConnectorMetadata(
+            self._weights.generation,
             self._loads,
             self._cancelled,
             self._saves.drain_jobs(),
@@ -286,6 +291,8 @@ class KvcmScheduler:
         """
         self._reservations.on_step_processed()
         if results is not None:
+            if self._weights.on_reports(results.weights):
+                self._on_weights_changed()
             if results.has_unknown_storage:
                 self._link.invalidate()
             for request_id in results.failed_loads:
@@ -332,17 +339,9 @@ class KvcmScheduler:
         return self._saves.is_busy or self._reservations.has_reserved
 
     def reset_cache(self) -> None:
-        """Share nothing with others from now on, since the weights may have changed; unless they are said to stay."""
+        """Have the weights compared: they may be others, and vLLM has forgotten its own blocks."""
         self._lookups.clear()
-        if self._options.keep_on_reset:
-            return
-        if not self._is_off:
-            _log.warning("vLLM was reset: KV is not reused until it restarts, since its weights may be others now")
-        self._is_off = True
-        self._saves.cancel_pending()
-        for tracked in self._requests.values():
-            tracked.may_load = tracked.may_save = False
-            self._reservations.release(tracked)
+        self._on_reset()
 
     def shutdown(self) -> None:
         """Finish the saves that have ended, abort the rest, within `shutdown_seconds`."""
@@ -350,6 +349,33 @@ class KvcmScheduler:
         self._saves.close(deadline - self._clock())
         self._lookups.close(deadline - self._clock())
         self._link.close(deadline - self._clock())
+
+    def _on_reset(self) -> None:
+        if not self._options.keep_on_reset:
+            self._weights.begin_generation()
+            self._on_weights_changed()
+
+    def _on_weights_changed(self) -> None:
+        """Share nothing of the requests that computed with other weights, and look the others up again."""
+        self._lookups.clear()
+        self._abandon_saves()
+        for tracked in self._requests.values():
+            self._release_lookup(tracked)
+            if tracked.is_loading or tracked.request.num_computed_tokens:
+                tracked.may_load = tracked.may_save = False
+                tracked.has_gap, tracked.unsaved = True, Unsaved.WEIGHTS
+            else:
+                self._requests[tracked.id] = TrackedRequest(tracked.request, arrived_at=self._clock())
+
+    def _begin(self, tracked: TrackedRequest) -> bool:
+        """Start the lookup of a request when the version of the weights is known; return whether it is."""
+        if tracked.hash_keys is None:
+            version = self._weights.version
+            if version is None:
+                return False
+            tracked.hash_keys = self._keys_of(version)
+            self._start_lookup(tracked)
+        return True
 
     def _start_lookup(self, tracked: TrackedRequest) -> None:
         blocks = (tracked.request.num_tokens - 1) // self._plan.block_tokens  # one token at least is computed
@@ -388,7 +414,7 @@ class KvcmScheduler:
             for group in self._plan.groups
         ]
         seconds = min(self._options.load_seconds, found.usable_until - self._clock())
-        return LoadJob(tracked.id, groups, seconds)
+        return LoadJob(tracked.id, groups, seconds, self._weights.generation)
 
     def _group_load(
         self,
@@ -456,6 +482,11 @@ class KvcmScheduler:
 
     def _wait_while_idle(self) -> None:
         """Nothing is computed in this step: spare the processor while answers are under way."""
-        if self._loading or self._saves.is_busy or any(tracked.has_lookup for tracked in self._requests.values()):
+        if (
+            self._weights.is_pending
+            or self._loading
+            or self._saves.is_busy
+            or any(tracked.has_lookup for tracked in self._requests.values())
+        ):
             self._lookups.answered.clear()
             self._lookups.answered.wait(_IDLE_SECONDS)

@@ -41,6 +41,7 @@ from kvcm.connectors.vllm.connector_metadata import (
     SaveJob,
     SaveResult,
 )
+from kvcm.connectors.vllm.engine_weights import RankWeights
 from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout, RankPart
 from kvcm.connectors.vllm.layerwise_load import LayerProgress, load_layers
 from kvcm.connectors.vllm.options import VllmOptions
@@ -276,6 +277,14 @@ class KvcmWorker:
         for group in self._plan.groups:
             self._memory[group.id] = GroupMemory(group, group.part_of(self._rank, self._plan.ranks), caches)
 
+    def watch_weights(self, weights: RankWeights) -> None:
+        """Refuse jobs of other weights than the rank has."""
+        self._weights = weights
+
+    def set_weights_version(self, name: str) -> None:
+        """See `KVCMConnector.set_weights_version`."""
+        self._weights.set_version(name)
+
     def start_load_kv(self, metadata: KvcmConnectorMetadata) -> None:
         """Start the loads of a step, and cancel those of ended requests; wait for them when the step has to.
 
@@ -287,6 +296,10 @@ class KvcmWorker:
             cancelled = [self._loads[request] for request in metadata.cancelled if request in self._loads]
         for token in cancelled:
             token.cancel()
+        report = self._weights.report(metadata.generation, has_jobs=bool(metadata.loads or metadata.saves))
+        if report is not None:
+            with self._lock:
+                self._results.weights[self._rank] = report
         self._progress = self._new_progress(metadata)
         started = []
         for number, job in enumerate(metadata.loads):
@@ -311,8 +324,10 @@ class KvcmWorker:
 
     def start_saves(self, metadata: KvcmConnectorMetadata) -> None:
         """Start the saves of a step, after its forward."""
+        is_current = self._weights.admits(metadata.generation)
         for job in metadata.saves:
-            self._save_threads.submit(PRIORITY_LOAD, partial(self._save, job, self._clock() + job.seconds))
+            task = partial(self._save, job, self._clock() + job.seconds, is_current=is_current)
+            self._save_threads.submit(PRIORITY_LOAD, task)
 
     def get_transfer_results(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads have ended since the last call, and those of them that have failed.
@@ -372,15 +387,17 @@ class KvcmWorker:
         is_waited_for: bool,
     ) -> None:
         started = self._clock()
-        failed: set[int] = set()
+        failed = {block_id for group in job.groups for block_id in group.block_ids}
         reports: list[LoadReport] = []
         loaded = 0
         try:
-            for group in job.groups:
-                bad, report = self._load_group(group, deadline, token, on_layers)
-                failed |= bad
-                reports += [report] if report else []
-                loaded = max(loaded, len(group.block_ids) - len(bad))
+            if self._weights.admits(job.generation):
+                failed = set()
+                for group in job.groups:
+                    bad, report = self._load_group(group, deadline, token, on_layers)
+                    failed |= bad
+                    reports += [report] if report else []
+                    loaded = max(loaded, len(group.block_ids) - len(bad))
         except Exception:
             _log.exception("a load failed; request %s is computed", job.request_id)
             failed = {block_id for group in job.groups for block_id in group.block_ids}
@@ -440,13 +457,14 @@ class KvcmWorker:
         good = {block_id for block_id, result in zip(block_ids, results, strict=True) if result.ok}
         return set(group.block_ids) - good, missing_report(parts, results, self._statistics)
 
-    def _save(self, job: SaveJob, deadline: float) -> None:
+    def _save(self, job: SaveJob, deadline: float, *, is_current: bool) -> None:
+        reason = "not started" if is_current else "the weights changed"
         result = SaveResult(
-            ranks=1, written=(False,) * len(job.blocks), checksums=({},) * len(job.blocks), reason="not started"
+            ranks=1, written=(False,) * len(job.blocks), checksums=({},) * len(job.blocks), reason=reason
         )
         started = self._clock()
         try:
-            engine = self._storages.engine(self._options.call_seconds)
+            engine = self._storages.engine(self._options.call_seconds) if is_current else None
             result = self._save_blocks(job, engine, deadline) if engine else result
         except Exception as error:
             _log.exception("a save failed; %d blocks are not stored", len(job.blocks))

@@ -25,6 +25,17 @@ def namespace(worker: Any) -> str:
     return identity_of(config, connector._worker._plan, options).namespace(weights_of(config, options)).hex()
 
 
+def change_weights(worker: Any, layer: str, scale: float, element: int | None) -> None:
+    """Scale weights in place, past PyTorch's counter; runs in a worker."""
+    weights = worker.get_model().get_submodule(layer).weight.data
+    (weights if element is None else weights.view(-1)[element : element + 1]).mul_(scale)
+
+
+def set_weights_version(worker: Any, name: str) -> None:
+    """Name the weights; runs in a worker."""
+    get_kv_transfer_group().set_weights_version(name)
+
+
 def block_keys(config: Any, namespace: bytes, tokens: list[int], **prompt: Any) -> list[int]:
     """Return the keys of the full blocks of a prompt, as the scheduler's side of the connector makes them."""
     hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)

@@ -107,7 +107,7 @@ def test_a_misspelt_option_ends_the_start(new_engine: StartEngine, tiny_llama: P
 
 
 @pytest.mark.feature("vllm", "refuses what it does not support")
-def test_an_engine_with_other_weights_is_refused_and_serves(
+def test_an_engine_with_other_weights_never_loads_blocks_of_these(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:
     import torch
@@ -122,19 +122,17 @@ def test_an_engine_with_other_weights_is_refused_and_serves(
     stranger = new_engine(VLLM, tmp_path / "other", **connected(rig.manager.address, rig.instance_id))
     truth = new_engine(TRANSFORMERS, tmp_path / "other").generate([prompt], 16)[0].tokens
     assert truth != right
-    for _ in range(2):
+    for known in (False, True):
         forget(stranger)
         (answer,) = stranger.generate([prompt], 16)
-        assert (answer.tokens, answer.cached_tokens) == (truth, 0)
-    assert "refuses to register" in stranger.printed()
+        assert (answer.tokens, answer.cached_tokens) == (truth, 192 * known)
     again = rig.fresh(prompt)
     assert (again.tokens, again.cached_tokens) == (right, 192)
 
 
-def test_after_a_reset_of_the_connector_nothing_is_shared(
+def test_after_a_reset_of_the_connector_equal_weights_go_on_sharing(
     rig: Rig, new_engine: StartEngine, tiny_llama: Path, plain_vllm: EngineProcess
 ) -> None:
-    """Its weights may be others now, and vLLM does not report that."""
     reset = Rig(
         new_engine(VLLM, tiny_llama, **connected(rig.manager.address, rig.instance_id)), rig.manager, rig.instance_id
     ).until_ready()
@@ -146,12 +144,8 @@ def test_after_a_reset_of_the_connector_nothing_is_shared(
     assert reset.engine.ask("reset_prefix_cache", reset_running_requests=True, reset_connector=True)
     (answer,) = reset.engine.ask("step_until", request_ids=["running"]).values()
     assert answer["tokens"] == plain_vllm.generate([new], 100)[0].tokens
-    saved = reset.count("saved_blocks")
-    for prompt in (known, prompt_tokens(200, seed=3005)):
-        answer = reset.fresh(prompt)
-        assert (answer.tokens, answer.cached_tokens) == (plain_vllm.generate([prompt], 16)[0].tokens, 0)
-    settle(reset.engine)
-    assert reset.count("saved_blocks") == saved
+    answer = reset.fresh(known)
+    assert (answer.tokens, answer.cached_tokens) == (plain_vllm.generate([known], 16)[0].tokens, 192)
     until(lambda: sessions_open(rig.manager) == 0)
 
 

@@ -96,6 +96,18 @@ class VllmEngine:
         """Forget the engine's own cache, so that only an external one can have a prefix."""
         return bool(self._llm.reset_prefix_cache(**arguments))
 
+    def change_weights(self, layer: str, scale: float, element: int | None = None) -> None:
+        """Scale the weights of a layer in place, or one of their elements, as code that knows nothing of us does."""
+        self._llm.collective_rpc(engine_inspection.change_weights, args=(layer, scale, element))
+
+    def reload_weights(self, path: str) -> None:
+        """Load all weights of a directory into the running model."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+    def set_weights_version(self, name: str) -> None:
+        """Name the weights of all ranks."""
+        self._llm.collective_rpc(engine_inspection.set_weights_version, args=(name,))
+
     def groups(self) -> list[dict[str, Any]]:
         """Return the groups of layers that have blocks of their own; only of an engine in this process."""
         return vllm_blocks.groups(self._core())
