@@ -53,9 +53,9 @@ class ModelWeights:
         model: any module; its parameters and buffers count, wherever they lie.
         name: given version, see `assign`; None for a digest.
         compares_all: read every element before each call, whatever the size of the model.
-        is_packed: weights may have no elements because functions of their modules hold them in another form, which changes
-            only when parameter or function are replaced. They are then equal in this process alone. Otherwise they are
-            unknown.
+        is_packed: weights may have no elements because functions of their modules hold them in another form, which
+            changes only when parameter or function are replaced. They are then equal in this process alone. Otherwise
+            they are unknown.
 
     Raises:
         InvalidArgumentError: the name is empty or too long.
@@ -162,6 +162,12 @@ def _content(model: nn.Module, packed: _Identities | None = None) -> str:
         UnknownWeightsError: a tensor has no data.
     """
     digest = hashlib.sha256()
+    for line in (*_tensor_lines(model, packed), *_module_lines(model, packed)):
+        digest.update(line)
+    return digest.hexdigest()[:32]
+
+
+def _tensor_lines(model: nn.Module, packed: _Identities | None) -> Iterator[bytes]:
     checksums: dict[int, bytes] = {}  # by identity: weights may be tied
     for name, tensor in _named_tensors(model):
         if tensor.numel() and not _has_memory(tensor):
@@ -171,21 +177,23 @@ def _content(model: nn.Module, packed: _Identities | None = None) -> str:
         if isinstance(tensor, nn.Parameter) and not tensor.numel():
             if packed is None:
                 raise UnknownWeightsError(f"{name} has no elements here")
-            digest.update(f"{name} {packed.text_of(tensor)}\n".encode())
+            yield f"{name} {packed.text_of(tensor)}\n".encode()
             continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode()
         if id(tensor) not in checksums:
             checksums[id(tensor)] = tensor_checksum(tensor)
-        digest.update(checksums[id(tensor)])
+        yield checksums[id(tensor)]
+
+
+def _module_lines(model: nn.Module, packed: _Identities | None) -> Iterator[bytes]:
     for name, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            digest.update(f"{name} {json.dumps(module.get_extra_state(), sort_keys=True, default=str)}\n".encode())
+            yield f"{name} {json.dumps(module.get_extra_state(), sort_keys=True, default=str)}\n".encode()
         if (adapters := _adapters_of(module)) is not None:
-            digest.update(f"{name} {adapters!r}\n".encode())
+            yield f"{name} {adapters!r}\n".encode()
         if packed is not None:
             for _, attribute, function in _packing_functions(module):
-                digest.update(f"{name} {attribute} {packed.text_of(function)}\n".encode())
-    return digest.hexdigest()[:32]
+                yield f"{name} {attribute} {packed.text_of(function)}\n".encode()
 
 
 def _is_small(model: nn.Module) -> bool:

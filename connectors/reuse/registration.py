@@ -249,11 +249,12 @@ class KvIdentity:
             ),
         )
 
-    def namespace(self, weights_version: str) -> bytes:
+    def namespace(self, weights_version: str, adapter: str = "") -> bytes:
         """Return bytes that every block key depends on.
 
         Args:
             weights_version: equal for engines with equal weights, and for no others.
+            adapter: version of the adapter that is applied to them, "" for none.
 
         Raises:
             InvalidArgumentError: the version is empty.
@@ -261,7 +262,7 @@ class KvIdentity:
         if not weights_version:
             raise InvalidArgumentError("weights_version is empty, must say which weights the KV was computed with")
         fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return _encoded({**fields, "weights_version": weights_version})
+        return _encoded({**fields, "weights_version": weights_version, "adapter": adapter})
 
 
 def _encoded(value: object) -> bytes:

@@ -27,6 +27,7 @@ __all__ = ["cache_directory", "weights_digest"]
 
 _log = logging.getLogger(__name__)
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+_CONFIGURATIONS = ("config.json", "adapter_config.json")
 _READ_BYTES = 8 << 20
 _THREADS = 4
 _SETTLED_SECONDS = 10.0
@@ -45,7 +46,7 @@ def weights_digest(directory: Path, cache: Path | None = None, now: Callable[[],
     """Return a text that differs when configuration or weights of a model differ.
 
     Args:
-        directory: of the model, with `config.json` and its weights.
+        directory: of the model, with `config.json` and its weights; or of an adapter, with `adapter_config.json`.
         cache: where digests of files are kept; None for `cache_directory`.
         now: seconds since 1970.
 
@@ -58,8 +59,7 @@ def weights_digest(directory: Path, cache: Path | None = None, now: Callable[[],
     with ThreadPoolExecutor(_THREADS) as threads:
         contents = list(threads.map(digests.of, files))
     whole = hashlib.sha256()
-    config = directory / "config.json"
-    if config.exists():
+    for config in (directory / name for name in _CONFIGURATIONS if (directory / name).exists()):
         whole.update(json.dumps(_relevant_settings(json.loads(config.read_text())), sort_keys=True).encode())
     for path, content in zip(files, contents, strict=True):
         whole.update(f"\n{len(path.name)} {path.name} {content}".encode())

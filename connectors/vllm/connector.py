@@ -277,7 +277,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
                 mode=mode,
                 link=link,
                 weights=weights,
-                keys_of=lru_cache(maxsize=8)(lambda version: HashKeys(identity.namespace(version))),
+                keys_of=lru_cache(maxsize=256)(lambda *versions: HashKeys(identity.namespace(*versions))),
                 statistics=self._statistics,
                 events=events,
             )

@@ -17,14 +17,16 @@ import gc
 import hashlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
+from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.vllm.connector_metadata import WeightsReport
 
-__all__ = ["EngineWeights", "RankWeights"]
+__all__ = ["AdapterVersions", "EngineWeights", "RankWeights"]
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +90,47 @@ class EngineWeights:
         if message != self._reported:
             self._reported = message
             _log.error("%s", message)
+
+
+class AdapterVersions:
+    """Contents of the adapters (LoRA) that requests name.
+
+    vLLM's hashes have name and path of an adapter, which may be trained again. The content is that of its files when a
+    request first names it, since vLLM loads it then and keeps it: where files change later without `load_inplace`,
+    it is not known which ones are in use, and nothing is shared with that adapter any more.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, str] = {}
+        self._reported: set[int] = set()
+
+    def of(self, adapter: Any) -> str | None:
+        """Return the version of an adapter, "" for none, and None where it is not known.
+
+        Args:
+            adapter: vLLM's `LoRARequest`, or None.
+        """
+        if adapter is None:
+            return ""
+        number = adapter.lora_int_id
+        try:
+            found = weights_digest(Path(adapter.lora_path))
+        except (OSError, ValueError) as error:
+            self._report(adapter, f"its files cannot be read ({error})")
+            return None
+        if getattr(adapter, "load_inplace", False):
+            self._known[number] = found
+        if self._known.setdefault(number, found) != found:
+            self._report(
+                adapter, "its files changed after vLLM loaded it: load it with load_inplace, or under another id"
+            )
+            return None
+        return found
+
+    def _report(self, adapter: Any, reason: str) -> None:
+        if adapter.lora_int_id not in self._reported:
+            self._reported.add(adapter.lora_int_id)
+            _log.error("KV of adapter %r is not reused: %s", adapter.lora_name, reason)
 
 
 class RankWeights:

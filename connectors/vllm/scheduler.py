@@ -30,7 +30,7 @@ from kvcm.connectors.reuse.registration import ManagerLink
 from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
 from kvcm.connectors.reuse.write_sessions import WriteSessions
 from kvcm.connectors.vllm.connector_metadata import GroupLoad, KvcmConnectorMetadata, KvcmWorkerMetadata, LoadJob
-from kvcm.connectors.vllm.engine_weights import EngineWeights
+from kvcm.connectors.vllm.engine_weights import AdapterVersions, EngineWeights
 from kvcm.connectors.vllm.kv_cache_groups import KvCacheGroup, KvCacheLayout
 from kvcm.connectors.vllm.options import VllmOptions
 from kvcm.connectors.vllm.saves import BlockPins, BlockRun, Reservations, SaveQueue, TrackedRequest
@@ -161,7 +161,7 @@ class KvcmScheduler:
         mode: of this engine.
         link: to the manager.
         weights: of all ranks.
-        keys_of: makes block keys of vLLM's hashes, of a version of the weights.
+        keys_of: makes block keys of vLLM's hashes, of a version of the weights and one of an adapter.
         statistics: where to count.
         events: of stored blocks.
         clock: seconds of a clock that never runs backwards.
@@ -174,7 +174,7 @@ class KvcmScheduler:
         mode: EngineMode,
         link: ManagerLink,
         weights: EngineWeights,
-        keys_of: Callable[[str], HashKeys],
+        keys_of: Callable[[str, str], HashKeys],
         statistics: ReuseStatistics,
         events: StoredEvents,
         clock: Callable[[], float] = time.monotonic,
@@ -187,6 +187,7 @@ class KvcmScheduler:
         self._clock = clock
         self._mode = mode
         self._weights = weights
+        self._adapters = AdapterVersions()
         self._keys_of = keys_of
         self._requests: dict[str, TrackedRequest] = {}
         self._pins = BlockPins(options.pinned_fraction)
@@ -373,7 +374,10 @@ class KvcmScheduler:
             version = self._weights.version
             if version is None:
                 return False
-            tracked.hash_keys = self._keys_of(version)
+            adapter = self._adapters.of(tracked.request.lora_request)
+            if adapter is None:
+                return False
+            tracked.hash_keys = self._keys_of(version, adapter)
             self._start_lookup(tracked)
         return True
 

@@ -101,6 +101,7 @@ def assert_separate(one: bytes, other: bytes) -> None:
 
 def test_weights_separate_keys_but_not_registrations() -> None:
     assert_separate(BASE.namespace("v"), BASE.namespace("w"))
+    assert_separate(BASE.namespace("w", "adapter"), BASE.namespace("w"))
     assert "weights" not in BASE.deployment().extra
     with pytest.raises(InvalidArgumentError, match="weights_version is empty"):
         BASE.namespace("")
@@ -159,6 +160,9 @@ def write(directory: Path, *, file: str = "model.safetensors", flipped: int | No
         content[flipped] ^= 1
     (directory / file).write_bytes(content)
     (directory / "config.json").write_text(json.dumps({"hidden_size": 48} | settings))
+    if "adapter" in settings:
+        (directory / "adapter_config.json").write_text("{}")
+        (directory / "config.json").unlink()
     return directory
 
 
@@ -175,7 +179,13 @@ def test_equal_files_are_equal_wherever_they_lie(tmp_path: Path, digest: Callabl
 
 
 def test_every_byte_and_every_setting_counts(tmp_path: Path, digest: Callable[[Path], str]) -> None:
-    variants: list[dict[str, Any]] = [{}, {"rope_theta": 1e6}, {"file": "b.safetensors"}, {"file": "model.gguf"}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"rope_theta": 1e6},
+        {"file": "b.safetensors"},
+        {"file": "model.gguf"},
+        {"adapter": 1},
+    ]
     variants += [{"flipped": place} for place in (0, 7, 50_001, 99_999)]
     seen = {digest(write(tmp_path / f"{number}", **variant)) for number, variant in enumerate(variants)}
     assert len(seen) == len(variants)

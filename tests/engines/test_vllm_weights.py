@@ -9,6 +9,7 @@ import torch
 from engine_kinds import TRANSFORMERS, VLLM
 from engine_process import StartEngine
 from manager_process import ManagerProcess
+from peft import LoraConfig, get_peft_model
 from tiny_models import prompt_tokens
 from transformers import LlamaForCausalLM
 from vllm_rig import Rig, connected, settle
@@ -83,3 +84,49 @@ def test_a_change_without_a_reset_is_seen_and_a_name_is_enough(
     assert (rig.fresh(prompt).tokens, rig.count("unsaved_weights_blocks") > 0) == (right, True)
     settle(rig.engine)
     assert rig.fresh(prompt).cached_tokens == 192
+
+
+def write_adapter(model: Path, adapter: Path, seed: int) -> list[int]:
+    """Train an adapter, as it were; return what the model with it answers to `ADAPTED`."""
+    torch.manual_seed(seed)
+    base = LlamaForCausalLM.from_pretrained(model)
+    adapted = get_peft_model(base, LoraConfig(r=8, target_modules=["v_proj", "down_proj"], init_lora_weights=False))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(adapter)
+    ids = torch.tensor([ADAPTED])
+    output = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    return list(output[0, len(ADAPTED) :].tolist())
+
+
+ADAPTED = prompt_tokens(200, seed=6005)
+
+
+def test_an_adapter_that_is_trained_again_under_its_name(
+    new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess, instance_id: str, tmp_path: Path
+) -> None:
+    adapter, options = tmp_path / "adapter", {"enable_lora": True, "max_lora_rank": 8}
+
+    def start() -> Rig:
+        engine = new_engine(VLLM, tiny_llama, **connected(manager.address, instance_id), **options)
+        return Rig(engine, manager, instance_id).until_ready()
+
+    truth = [write_adapter(tiny_llama, adapter, seed=1)]
+    rig = start()
+    for cached in (0, 192):
+        answer = rig.fresh(ADAPTED, adapter=str(adapter))
+        assert (answer.tokens, answer.cached_tokens) == (truth[0], cached)
+    truth.append(write_adapter(tiny_llama, adapter, seed=2))
+    assert truth[0] != truth[1]
+    answer = rig.fresh(ADAPTED, adapter=str(adapter))  # vLLM goes on with the one that it has
+    assert (answer.tokens, answer.cached_tokens) == (truth[0], 0)
+    assert "its files changed after vLLM loaded it" in rig.engine.printed()
+    for cached in (0, 192):
+        answer = rig.fresh(ADAPTED, adapter=str(adapter), load_inplace=True)
+        assert (answer.tokens, answer.cached_tokens) == (truth[1], cached)
+    settle(rig.engine)
+    rig.engine.close()
+    answer = start().fresh(ADAPTED, adapter=str(adapter))
+    assert (answer.tokens, answer.cached_tokens) == (truth[1], 192)

@@ -10,6 +10,7 @@ import engine_inspection
 import vllm_blocks
 from engine_loop import serve
 from vllm import LLM, SamplingParams, TokensPrompt, __version__
+from vllm.lora.request import LoRARequest
 
 _OPTIONS = {
     "skip_tokenizer_init": True,
@@ -33,12 +34,24 @@ class VllmEngine:
         self.started = {"version": __version__, "in_one_process": hasattr(self._engine.engine_core, "engine_core")}
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int, cache_salt: str | None = None, **sampling: Any
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+        *,
+        load_inplace: bool = False,
+        **sampling: Any,
     ) -> list[dict[str, Any]]:
-        """Answer all prompts; with a salt, KV is shared only with requests of the same salt."""
+        """Answer all prompts; with a salt, KV is shared only with requests of the same salt.
+
+        An adapter is a directory.
+        """
         salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        lora = None if adapter is None else LoRARequest("adapter", 1, adapter, load_inplace=load_inplace)
+        prompts_with_salt = [_prompt(tokens) | salt for tokens in prompts]
         outputs = self._llm.generate(
-            [_prompt(tokens) | salt for tokens in prompts], _greedy(max_tokens, sampling), use_tqdm=False
+            prompts_with_salt, _greedy(max_tokens, sampling), use_tqdm=False, lora_request=lora
         )
         return [_generated(output) for output in outputs]
 
