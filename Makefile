@@ -153,7 +153,8 @@ unit: setup redis fuse mooncake promtool
 # tests wait for processes a fifth of their time. Files that take longest go first, so that no core waits at the end.
 CI_TOOLS := redis fuse mooncake chromium nginx helm promtool buildah iproute
 LONGEST := $(wildcard tests/deploy/test_images.py tests/e2e/test_*.py tests/docs/test_doc_quickstart.py tests/gpu_tier/test_shards.py \
-  tests/connectors/test_tier_processes.py tests/connectors/test_reuse_transformers.py tests/gpu_tier/test_kernels_compile.py \
+  tests/connectors/test_reuse_architectures.py tests/connectors/test_tier_processes.py \
+  tests/connectors/test_reuse_transformers.py tests/gpu_tier/test_kernels_compile.py \
   tests/gpu_tier/test_gpu_benchmarks.py tests/service/test_index_commands.py tests/service/test_cli_tour.py \
   tests/web/test_console_pages.py tests/restore/test_restore_drill.py tests/package/test_fresh_install.py \
   tests/upgrade/test_upgrade_stores.py tests/docs/test_doc_browser.py)

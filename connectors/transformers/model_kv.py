@@ -588,7 +588,10 @@ def _lengths(settings: Mapping[str, Any]) -> Iterator[int]:
 def _kv_beside(model: PreTrainedModel, position: int) -> list[torch.Tensor]:
     """Return the KV of the probe's tokens when one more token is at a position behind them."""
     tokens = _tokens(model)
-    return _prefix_kv(model, [*tokens, tokens[0]], position)
+    try:
+        return _prefix_kv(model, [*tokens, tokens[0]], position)
+    except Exception as error:  # models with a table of positions raise all kinds of them
+        raise InvalidArgumentError(f"model cannot compute a token at position {position}: {error!r}") from error
 
 
 def _prefix_kv(model: PreTrainedModel, tokens: Sequence[int], last_position: int | None = None) -> list[torch.Tensor]:

@@ -72,6 +72,7 @@ def assert_independent(model: Any, most_tokens: int) -> None:
 
 @pytest.mark.ci
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore")  # of transformers: some architectures are old
 @pytest.mark.parametrize(("settings", "least"), [(OF_ROPE, 80), (DYNAMIC, 40)], ids=["as configured", "dynamic RoPE"])
 def test_kv_of_accepted_models_depends_on_the_prefix_alone(settings: dict[str, Any], least: int) -> None:
     accepted: dict[str, int | None] = {}

@@ -119,12 +119,12 @@ def test_an_engine_with_other_weights_never_loads_blocks_of_these(
     model.save_pretrained(tmp_path / "other")
     prompt = prompt_tokens(200, seed=3002)
     right = rig.store(prompt).tokens
-    stranger = new_engine(VLLM, tmp_path / "other", **connected(rig.manager.address, rig.instance_id))
+    engine = new_engine(VLLM, tmp_path / "other", **connected(rig.manager.address, rig.instance_id))
+    stranger = Rig(engine, rig.manager, rig.instance_id).until_ready()
     truth = new_engine(TRANSFORMERS, tmp_path / "other").generate([prompt], 16)[0].tokens
     assert truth != right
     for known in (False, True):
-        forget(stranger)
-        (answer,) = stranger.generate([prompt], 16)
+        answer = stranger.fresh(prompt)
         assert (answer.tokens, answer.cached_tokens) == (truth, 192 * known)
     again = rig.fresh(prompt)
     assert (again.tokens, again.cached_tokens) == (right, 192)
