@@ -15,7 +15,10 @@ from kvcm import connectors
 ROOT = Path(connectors.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Modules that may need torch or transformers; all others work with the base install.
-NEEDS_TORCH = {f"kvcm.connectors.layout.{name}" for name in ("tensors", "gather", "rows_triton")}
+NEEDS_TORCH = {
+    f"kvcm.connectors.{name}"
+    for name in ("layout.tensors", "layout.gather", "layout.rows_triton", "reuse.model_weights")
+}
 
 ENGINE_PACKAGES = ("transformers", "vllm", "sglang")
 ENGINES = {
