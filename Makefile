@@ -203,7 +203,7 @@ smoke: setup redis fuse mooncake iproute engines
 
 # The longest first.
 QUICK := connector crash service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals
+  mooncake_store mempool slots vitals weights_cost
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:
@@ -271,6 +271,7 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python -m pytest -m 'engines or feature' --numprocesses $(WORKERS) --maxprocesses 2 --dist loadfile tests/engines tests/connectors
 	$(BIN)/python benchmarks/compatibility.py --json benchmarks/results/compatibility.json
 	$(BIN)/python benchmarks/connector.py --json benchmarks/results/connector.json
+	$(BIN)/python benchmarks/weights_cost.py --json benchmarks/results/weights_cost.json
 	$(BIN)/python benchmarks/conversation.py --json benchmarks/results/conversation.json
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py

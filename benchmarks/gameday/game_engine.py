@@ -177,7 +177,8 @@ class Engine:
         began = time.monotonic()
         try:
             ids = torch.tensor([tokens])
-            output = self._reuse.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+            mask = torch.ones_like(ids)
+            output = self._reuse.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
             said, report = [int(token) for token in output[0, len(tokens) :]], self._reuse.last_report
             assert report is not None
             result |= {

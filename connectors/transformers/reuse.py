@@ -293,7 +293,7 @@ class KVReuse:
         block_tokens: int,
         publish: bool,
         model_name: str | None,
-        weights_version: str | None,
+        weights_version: str | None = None,
         settings: ReuseSettings,
         clock: Callable[[], float],
     ) -> None:

@@ -97,7 +97,8 @@ class Generator:
         if number not in self._expected:
             self._expected[number] = plain(input_ids, max_new_tokens=_NEW_TOKENS)
         begin = time.monotonic()
-        output = self._reuse.generate(input_ids, max_new_tokens=_NEW_TOKENS, do_sample=False)
+        mask = torch.ones_like(input_ids)
+        output = self._reuse.generate(input_ids, attention_mask=mask, max_new_tokens=_NEW_TOKENS, do_sample=False)
         seen.slowest_seconds = time.monotonic() - begin
         report = self._reuse.last_report
         assert report is not None
