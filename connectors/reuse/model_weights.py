@@ -38,7 +38,7 @@ _SMALL_BYTES = 4 << 20
 _SAMPLES = 8  # per tensor, at even distances; more cost as much again
 _MAX_NAME_CHARACTERS = 256
 _NAMED = "name:"
-# Frequencies that transformers computes anew for long prompts; `model_kv` finds the length from which on it does.
+# Frequencies that transformers computes again for long prompts; `model_kv` finds the length from which on it does.
 _DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
 
 

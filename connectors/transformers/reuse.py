@@ -280,7 +280,7 @@ class KVReuse:
     Attributes:
         last_report: figures of the last call of `generate`.
         parts: what a stored block of this model consists of.
-        weights: tells which version of the model's weights there is.
+        weights: watches which version the model's weights have.
         statistics: counts over all calls.
     """
 

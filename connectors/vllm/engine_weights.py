@@ -1,7 +1,7 @@
 """Which weights an engine computes with: every rank compares its own, and the scheduler knows when all agree.
 
 Weights of a running vLLM change through calls to its workers (`reload_weights`, `collective_rpc`, `apply_model`, weight
-transfer), of which a connector is not told. But vLLM itself answers wrongly afterwards until its prefix cache is reset.
+transfer) without a hook for connectors. But vLLM itself answers wrongly afterwards until its prefix cache is reset.
 So a reset begins a new *generation*: every rank reads all of its weights and reports a digest, and until all have done
 so nothing is looked up or saved. Without a reset, signs (`reuse.model_weights`) are compared before each step that
 loads or saves, and a change begins a generation, too; then nothing is shared until the cache is reset, since blocks of

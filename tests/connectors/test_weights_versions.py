@@ -1,4 +1,4 @@
-"""Weights that change while an engine runs: right tokens at once, reuse right after, and nobody else's blocks."""
+"""Weights that change while an engine runs: right tokens at once, reuse right after, and no blocks of other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that change inside a running vLLM: tokens of the new ones, reuse right after, and nobody else's blocks."""
+"""Weights that change inside a running vLLM: right tokens, reuse right after, and no blocks of other weights."""
 
 from __future__ import annotations
 
