@@ -119,7 +119,8 @@ def test_an_engine_with_other_weights_never_loads_blocks_of_these(
     model.save_pretrained(tmp_path / "other")
     prompt = prompt_tokens(200, seed=3002)
     right = rig.store(prompt).tokens
-    engine = new_engine(VLLM, tmp_path / "other", **connected(rig.manager.address, rig.instance_id))
+    options = connected(rig.manager.address, rig.instance_id, model_name=tiny_llama.name)
+    engine = new_engine(VLLM, tmp_path / "other", **options)
     stranger = Rig(engine, rig.manager, rig.instance_id).until_ready()
     truth = new_engine(TRANSFORMERS, tmp_path / "other").generate([prompt], 16)[0].tokens
     assert truth != right
