@@ -115,8 +115,9 @@ REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolRespon
 # returns the verdict. A client only carries the steps out. Invariants:
 #
 # 1. A call ends within the caller's budget, pauses included.
-# 2. Only transient failures are retried: gRPC UNAVAILABLE and RESOURCE_EXHAUSTED (the server sheds load), and the
-#    answer codes SERVICE_NOT_READY and SERVER_NOT_LEADER. A timeout of the whole budget is final.
+# 2. Only transient failures are retried: gRPC UNAVAILABLE, RESOURCE_EXHAUSTED (the server sheds load) and CANCELLED (a
+#    server that stops cancels requests that it has not begun, grpc/grpc#41785), and the answer codes SERVICE_NOT_READY
+#    and SERVER_NOT_LEADER. A timeout of the whole budget is final.
 # 3. Each of several addresses gets its share of the remaining budget, and a failed attempt moves on to the next address
 #    at once. After each full round the client pauses, for a time drawn from 0 to an exponentially growing limit ("full
 #    jitter"), so that the engines of a cluster do not come back all at the same moment.
@@ -128,7 +129,9 @@ REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolRespon
 #    Calls that sent nothing do not count.
 
 _KNOWN_CODES = frozenset(map(int, ErrorCode))
-_RETRIED_STATUSES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+_RETRIED_STATUSES = frozenset(
+    {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+)
 _RETRIED_CODES = frozenset({ErrorCode.SERVICE_NOT_READY, ErrorCode.SERVER_NOT_LEADER})
 
 

@@ -837,8 +837,8 @@ async def drain(
     await leadership.withdraw()
     await asyncio.sleep(delay_seconds)
     await gate.enter_phase(Phase.CLOSED)
-    # gRPC cancels requests that arrive at the moment in which it stops to accept. Clients retry a rejection, but not a
-    # cancellation: so requests are rejected first.
+    # gRPC cancels requests that arrive at the moment in which it stops to accept (grpc/grpc#41785). Clients retry a
+    # rejection, but most not a cancellation: so requests are rejected first.
     await gate.wait_until_quiet()
     listeners.stop_accepting(timeout_seconds)
     if not await gate.wait_until_idle(timeout_seconds):

@@ -521,8 +521,10 @@ def _named_blocks(mask: Any) -> int:
 # admitted is carried out in any later phase.
 
 _DRAIN_RETRY_SECONDS = 1.0
-_POLL_SECONDS = 0.1
-_MAX_POLLS = 10
+_POLL_SECONDS = 0.01
+_LATE_SECONDS = 0.05  # of a poll: the event loop stood still, and requests that came meanwhile are not seen yet
+_QUIET_SECONDS = 0.1
+_MAX_QUIET_WAIT_SECONDS = 3.0  # clients that were rejected come again after one
 
 
 class Phase(Enum):
@@ -595,12 +597,14 @@ class ServingGate:
             self._idle.set()
 
     async def wait_until_quiet(self) -> None:
-        """Wait until no request has been rejected for a moment, for a second at most."""
-        for _ in range(_MAX_POLLS):
-            before = self._rejected
+        """Wait until no request has been rejected for a moment in which the event loop was never late. Gives up after a
+        few seconds."""
+        now = asyncio.get_running_loop().time
+        end, quiet_since, rejected = now() + _MAX_QUIET_WAIT_SECONDS, now(), self._rejected
+        while (begin := now()) < min(end, quiet_since + _QUIET_SECONDS):
             await asyncio.sleep(_POLL_SECONDS)
-            if self._rejected == before:
-                return
+            if self._rejected != rejected or now() > begin + _LATE_SECONDS:
+                quiet_since, rejected = now(), self._rejected
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Wait until nothing is in flight, for so long at most, and return whether that is so."""

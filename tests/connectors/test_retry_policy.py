@@ -88,6 +88,7 @@ def test_an_answer_ends_the_call(clock: ManualClock) -> None:
     [
         UNAVAILABLE,
         status(grpc.StatusCode.RESOURCE_EXHAUSTED),
+        status(grpc.StatusCode.CANCELLED),
         answer(ErrorCode.SERVICE_NOT_READY),
         answer(ErrorCode.SERVER_NOT_LEADER),
     ],

@@ -1,7 +1,8 @@
 """Clients that write and read while managers are restarted, and repeat requests that were not carried out.
 
-Every request ends in one of three ways: it is answered; it is turned away by a manager that says that it stops; or it
-never left the client, since no manager listens. Anything else is wrong: a client would not know whether to repeat it.
+Every request ends in one of four ways: it is answered; it is turned away by a manager that says that it stops, or,
+rarely, cancelled by one that closes its port; or it never left the client, since no manager listens. Anything else is
+wrong: a client would not know whether to repeat it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class NotCarriedOutError(Exception):
     """A request may be repeated.
 
     Attributes:
-        reason: "turned away" or "refused".
+        reason: "turned away", "refused", or "cancelled" as gRPC cancels what it has not begun.
         after_seconds: when, as a well-behaved client does.
     """
 
@@ -79,6 +80,8 @@ class GrpcPort:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise _not_carried_out(error) from error
+            if error.code() is grpc.StatusCode.CANCELLED:  # grpc/grpc#41785: it came while the port was being closed
+                raise NotCarriedOutError("cancelled") from error
             raise
         return _RESPONSES[name].FromString(body)
 

@@ -29,6 +29,7 @@ class RestartReport:
         stops: how many.
         answered: requests.
         turned_away: requests that a stopping manager turned away.
+        cancelled: requests that came while a stopping manager closed its port.
         refused: requests that found no listener.
         long_requests: in flight at a signal and answered after it.
         confirmed_blocks: that were looked for after the last restart.
@@ -41,6 +42,7 @@ class RestartReport:
     stops: int = 0
     answered: int = 0
     turned_away: int = 0
+    cancelled: int = 0
     refused: int = 0
     long_requests: int = 0
     confirmed_blocks: int = 0
@@ -174,6 +176,8 @@ def _add(report: RestartReport, load: Load) -> None:
             report.answered += count
         elif outcome == "refused":
             report.refused += count
+        elif outcome == "cancelled":
+            report.cancelled += count
         else:
             report.turned_away += count
 

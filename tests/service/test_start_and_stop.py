@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -302,6 +303,16 @@ async def test_a_task_that_is_left_at_the_end_is_reported() -> None:
     assert quiet == []
     assert [(event["event"], event["count"]) for event in reported] == [("tasks_left", 1)]
     assert "forgotten" in reported[0]["tasks"][0]
+
+
+async def test_an_event_loop_that_stood_still_is_not_quiet() -> None:
+    waiting = asyncio.create_task(ServingGate().wait_until_quiet())
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251 - the loop has not seen what came meanwhile
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    await waiting
 
 
 def test_a_request_that_does_not_finish_in_time_is_cut_off(tmp_path: Path) -> None:
