@@ -28,8 +28,9 @@ from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
 from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Unsaved
+from kvcm.connectors.sglang.engine_weights import EngineWeights, is_serving
 from kvcm.connectors.sglang.host_pool import PageMemory
-from kvcm.connectors.sglang.identity import page_identity, weights_of
+from kvcm.connectors.sglang.identity import adapters_of, page_identity, weights_of
 from kvcm.connectors.sglang.options import SglangOptions
 from kvcm.connectors.sglang.page_store import PageKeys, PageStore, RankParts, TransferSummary, stage_instance
 from kvcm.connectors.transfer import TransferEngine
@@ -54,35 +55,25 @@ class ServerState:
     Attributes:
         model_path: a directory, or a name on the hub.
         revision: of the name.
-        weight_version: as SGLang's API for weight updates sets it.
         settings: others that KV depends on.
+        adapters: (LoRA) that it was started with.
     """
 
     model_path: str
     revision: str | None
-    weight_version: str
     settings: Mapping[str, str]
+    adapters: tuple[Any, ...]
 
     @classmethod
     def current(cls) -> ServerState:
         """Return the state of this process."""
-        model, serving = runtime_context.get_model(), runtime_context.get_serving()
+        model = runtime_context.get_model()
         read = {name: str(_read(model, name)) for name in _RELEVANT_SETTINGS}
         settings = {name: value for name, value in read.items() if value not in _DEFAULTS}
         if settings.get("load_format") in _DEFAULT_FORMATS:
             del settings["load_format"]
-        version = str(_read(serving, "weight_version"))
-        if version not in _DEFAULTS:
-            settings["weight_version"] = version
-        return cls(str(_read(model, "model_path")), _read(model, "revision") or None, version, settings)
-
-    def has_changed(self) -> bool:
-        """Return whether the server has other weights than when this state was read, by path and version."""
-        model, serving = runtime_context.get_model(), runtime_context.get_serving()
-        return (
-            str(_read(model, "model_path")) != self.model_path
-            or str(_read(serving, "weight_version")) != self.weight_version
-        )
+        adapters = _read(runtime_context.get_lora(), "lora_paths")
+        return cls(str(_read(model, "model_path")), _read(model, "revision") or None, settings, tuple(adapters or ()))
 
 
 def _read(settings: Any, name: str) -> Any:
@@ -209,8 +200,10 @@ class KVCMStorage(HiCacheStorage):
         self._figures = _OperationStats()
         self._store: PageStore | None = None
         self._metrics: ReuseMetrics | None = None
+        self._weights: EngineWeights | None = None
+        self._version = ""
+        self._namespace: Callable[[str], bytes] = str.encode
         self._refused_pools: list[str] = []
-        self._is_stale = False
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         """Register a host pool. Only pages of the KV pool can be stored.
@@ -338,13 +331,16 @@ class KVCMStorage(HiCacheStorage):
     def close(self) -> None:
         """Abort saves and close all connections, within a deadline."""
         store, self._store = self._store, None
+        if self._weights is not None:
+            self._weights.close()
         if store is not None:
             store.close()
 
     def _connect(self, memory: PageMemory) -> tuple[PageStore, ManagerLink]:
         options, config = self._options, self._config
         server = self._server
-        weights = weights_of(options, server.model_path, server.revision)
+        # A server that is attached while it runs may have taken other weights than those of its files.
+        files = "" if options.weights or is_serving() else weights_of(server.model_path, server.revision)
         identity = page_identity(
             options,
             config=config,
@@ -353,6 +349,8 @@ class KVCMStorage(HiCacheStorage):
             model_path=server.model_path,
             extra=server.settings,
         )
+        self._namespace = partial(identity.namespace, adapter=adapters_of(server.adapters))
+        self._weights = EngineWeights(self.mem_pool_host, options.weights, files)
         client = ManagerClient(
             options.manager,
             stage_instance(options.instance_id, config),
@@ -373,18 +371,18 @@ class KVCMStorage(HiCacheStorage):
             TransferEngine.for_storages, threads=options.transfer_threads or None, checksums=options.checksums
         )
         link = ManagerLink(client, specs, options.call_seconds, make_engine)
-        return PageStore(
-            link, memory=memory, keys=PageKeys(identity.namespace(weights)), parts=self._parts, options=options
-        ), link
+        keys = PageKeys(b"")  # of no version: replaced before the first use
+        return PageStore(link, memory=memory, keys=keys, parts=self._parts, options=options), link
 
     def _usable_store(self) -> PageStore | None:
-        """Return the store, None when its pages are not those of this model any more."""
-        if self._refused_pools or self._is_stale:
+        """Return the store with the keys of the weights as they are now, None while nothing may be shared."""
+        version = "" if self._refused_pools or self._weights is None else self._weights.version
+        if self._store is None or not version:
             return None
-        if self._server.has_changed():
-            self._is_stale = True
-            _log.error("the weights were changed: KV is not reused until the storage backend is attached anew")
-            return None
+        if version != self._version:
+            self._store.keys = PageKeys(self._namespace(version))
+            self._store.clear()
+            self._version = version
         return self._store
 
     def _record_transfer(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvcm.connectors.sglang.host_pool import PageFormat
 from kvcm.connectors.sglang.options import SglangOptions
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["page_identity", "weights_of"]
+__all__ = ["adapters_of", "page_identity", "weights_of"]
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 _LAYOUT_VERSION = "sglang/1"
@@ -53,19 +54,40 @@ def page_identity(
     )
 
 
-def weights_of(options: SglangOptions, model_path: str, revision: str | None) -> str:
-    """Return a text that identifies the weights: option `weights`, the digest of the files, or a commit.
+def adapters_of(references: Iterable[Any]) -> str:
+    """Return a text that identifies the adapters (LoRA) that a server starts with, "" for none.
+
+    SGLang's page hashes have the id of an adapter, which for these follows from name and path alone: trained again, it
+    keeps its id. Adapters that are loaded later get ids that no other one has.
 
     Args:
-        options: of the connector.
+        references: SGLang's `LoRARef`s.
+
+    Raises:
+        InvalidArgumentError: the files of an adapter are not on this node.
+    """
+    digests = {}
+    for each in references:
+        try:
+            digests[each.lora_id] = weights_digest(_directory(each.lora_path, None))
+        except (OSError, ValueError, ImportError) as error:
+            raise InvalidArgumentError(
+                f"adapter {each.lora_name!r} at {each.lora_path!r} cannot be told from others ({error!r}): give a"
+                " directory as its path"
+            ) from error
+    return json.dumps(digests, sort_keys=True) if digests else ""
+
+
+def weights_of(model_path: str, revision: str | None) -> str:
+    """Return a text that identifies the weights of a model's files: their digest, or a commit.
+
+    Args:
         model_path: of SGLang's server: a directory, or a name on the hub.
         revision: of the name, if any.
 
     Raises:
         InvalidArgumentError: nothing does: a name, a branch or a tag may stand for other weights tomorrow.
     """
-    if options.weights:
-        return options.weights
     try:
         return weights_digest(_directory(model_path, revision))
     except (OSError, ValueError, ImportError) as error:

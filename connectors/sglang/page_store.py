@@ -319,7 +319,7 @@ class PageStore:
     Args:
         link: to the manager; closed with the store.
         memory: of the host pool.
-        keys: makes block keys.
+        keys: makes block keys; the attribute may be replaced, for calls that begin later.
         parts: of a block, and which of them is this rank's.
         options: how patient to be.
         statistics: where to count.
@@ -339,7 +339,7 @@ class PageStore:
         self.statistics = statistics or ReuseStatistics()
         self._link = link
         self._memory = memory
-        self._keys = keys
+        self.keys = keys
         self._parts = parts
         self._options = options
         self._clock = clock
@@ -362,8 +362,8 @@ class PageStore:
             page_hashes: consecutive pages.
             prefix_hashes: of the pages before them, if SGLang passes them.
         """
-        keys = self._keys.keys(page_hashes)
-        self._parents.record_chain([*self._keys.keys(prefix_hashes[-1:]), *keys])
+        before, keys = self._keys_of(prefix_hashes[-1:], page_hashes)
+        self._parents.record_chain([*before, *keys])
         if not keys or not self._link.is_ready():
             return 0
         hits = 0
@@ -385,7 +385,7 @@ class PageStore:
             host_indices: where they belong, as SGLang gives them.
         """
         begun = self._clock()
-        keys = self._keys.keys(page_hashes)
+        (keys,) = self._keys_of(page_hashes)
         engine = self._link.engine_if_ready()
         if engine is None:
             return TransferSummary([False] * len(keys))
@@ -410,7 +410,7 @@ class PageStore:
             prefix_hashes: of the pages before them, if SGLang passes them.
         """
         begun = self._clock()
-        keys = self._keys.keys(page_hashes)
+        before, keys = self._keys_of(prefix_hashes[-1:], page_hashes)
         engine = self._link.engine_if_ready() if self._options.publish else None
         if engine is None or not keys:
             if self._options.publish:
@@ -421,7 +421,7 @@ class PageStore:
             self._sessions,
             engine=engine,
             keys=keys,
-            parent=self._parent(keys[0], prefix_hashes),
+            parent=before[0] if before else self._parents.parent(keys[0]),
             memory_of=lambda index, _: [piece.data for piece in pages[index]],
             deadline_seconds=self._options.save_seconds,
             part_groups=self._parts.groups_of(len(keys)),
@@ -511,10 +511,9 @@ class PageStore:
     def _report_missing(self, client: ManagerClient, lost: Any, corrupt: Any) -> None:
         client.report_missing(lost, corrupt=corrupt, timeout_seconds=self._options.call_seconds)
 
-    def _parent(self, key: BlockKey, prefix_hashes: Sequence[str]) -> BlockKey | None:
-        if prefix_hashes:
-            return self._keys.keys(prefix_hashes[-1:])[0]
-        return self._parents.parent(key)
+    def _keys_of(self, *page_hashes: Sequence[str]) -> list[list[BlockKey]]:
+        keys = self.keys
+        return [keys.keys(each) for each in page_hashes]
 
     def _release_lease_soon(self, lease_id: str) -> None:
         self._submit(partial(self._release_lease, lease_id))

@@ -22,7 +22,6 @@ from kvcm.connectors.reuse import weight_files
 from kvcm.connectors.reuse.registration import KvIdentity
 from kvcm.connectors.reuse.weight_files import cache_directory, weights_digest
 from kvcm.connectors.sglang.identity import weights_of
-from kvcm.connectors.sglang.options import SglangOptions
 from kvcm.connectors.sglang.page_store import PageKeys, PageParents
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
@@ -243,18 +242,16 @@ def test_a_directory_without_a_model_is_an_error(tmp_path: Path, digest: Callabl
         digest(tmp_path)
 
 
-def test_sglang_takes_a_digest_a_name_or_a_commit_and_nothing_that_can_move(
+def test_sglang_takes_a_digest_or_a_commit_and_nothing_that_can_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVCM_CACHE_DIRECTORY", str(tmp_path / "cache"))
     model, commit = write(tmp_path / "model"), "0123456789abcdef" * 2 + "01234567"
-    options = SglangOptions(manager="localhost:1", instance_id="x")
-    assert weights_of(options, str(model), None) == weights_digest(model)
-    assert weights_of(SglangOptions("localhost:1", "x", weights="v2"), str(model), None) == "v2"
-    assert weights_of(options, str(tmp_path), commit) == f"commit={commit}"
+    assert weights_of(str(model), None) == weights_digest(model)
+    assert weights_of(str(tmp_path), commit) == f"commit={commit}"
     for revision in ("main", "v1.0", None):
         with pytest.raises(InvalidArgumentError, match=r"cannot be told from others .* set option 'weights'"):
-            weights_of(options, str(tmp_path), revision)
+            weights_of(str(tmp_path), revision)
 
 
 # ---- Block keys from SGLang's page hashes, and which page comes before which ----

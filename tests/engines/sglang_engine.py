@@ -8,6 +8,7 @@ from typing import Any
 
 import sglang
 from engine_loop import serve
+from safetensors import safe_open
 
 _OPTIONS = {
     "device": "cpu",
@@ -45,10 +46,14 @@ class SglangEngine:
         self._engine = sglang.Engine(model_path=model, **wanted)
         self.started = {"version": sglang.__version__}
 
-    def generate(self, prompts: list[list[int]], max_tokens: int, **sampling: Any) -> list[dict[str, Any]]:
-        """Answer all prompts."""
+    def generate(
+        self, prompts: list[list[int]], max_tokens: int, adapter: str | None = None, **sampling: Any
+    ) -> list[dict[str, Any]]:
+        """Answer all prompts, with an adapter that the server was started with."""
         greedy = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True} | sampling
-        return [_generated(output) for output in self._engine.generate(input_ids=prompts, sampling_params=greedy)]
+        adapters = adapter and [adapter] * len(prompts)
+        outputs = self._engine.generate(input_ids=prompts, sampling_params=greedy, lora_path=adapters)
+        return [_generated(output) for output in outputs]
 
     def abort_after(self, prompt: list[int], pause: float) -> str:
         """Ask for an answer and abort the request after a while; returns why it ended."""
@@ -86,6 +91,15 @@ class SglangEngine:
     def update_weights(self, model: str) -> bool:
         """Take other weights for the same model."""
         return bool(self._engine.update_weights_from_disk(model)[0])
+
+    def update_tensor(self, model: str, name: str, flush_cache: bool) -> bool:
+        """Take one tensor from another model's file."""
+        with safe_open(f"{model}/model.safetensors", "pt") as file:
+            tensor = file.get_tensor(name)
+        self._engine.begin_weight_update()
+        updated = self._engine.update_weights_from_tensor([(name, tensor)], flush_cache=flush_cache)
+        self._engine.end_weight_update()
+        return bool(updated[0])
 
     def prometheus(self) -> str:
         """Return the metrics of all processes, as the server shows them."""

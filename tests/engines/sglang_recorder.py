@@ -58,7 +58,7 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         if self._remove.exists():
             assert self._store is not None
-            self._store._link.client.remove(self._store._keys.keys(keys), timeout_seconds=10)
+            self._store._link.client.remove(self._store.keys.keys(keys), timeout_seconds=10)
         flags = super().batch_get_v1(keys, host_indices, extra_info)
         self._note("load", keys, host_indices, flags)
         return flags
@@ -73,7 +73,7 @@ class RecordingStorage(KVCMStorage):  # type: ignore[misc]
         first_tokens = host_indices[:: self.mem_pool_host.page_size].tolist()
         lines = [
             json.dumps({"what": what, "key": key, "ok": flag, "digest": self._digest(token)})
-            for key, flag, token in zip(self._store._keys.keys(hashes), flags, first_tokens, strict=True)
+            for key, flag, token in zip(self._store.keys.keys(hashes), flags, first_tokens, strict=True)
         ]
         with self._record.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))

@@ -77,14 +77,14 @@ class Rig:
             path = self.record.with_suffix(f".{rank}")
             self._seen[rank] = len(path.read_text().splitlines()) if path.exists() else 0
 
-    def generate(self, prompt: list[int], tokens: int = 16) -> Generated:
+    def generate(self, prompt: list[int], tokens: int = 16, **sampling: Any) -> Generated:
         """Answer a prompt."""
-        return self.engine.generate([prompt], tokens)[0]
+        return self.engine.generate([prompt], tokens, **sampling)[0]
 
-    def store(self, prompt: list[int], tokens: int = 16) -> Generated:
+    def store(self, prompt: list[int], tokens: int = 16, **sampling: Any) -> Generated:
         """Answer a prompt and wait until all its full pages are saved, and those of the answer."""
         self.forget()
-        answer = self.generate(prompt, tokens)
+        answer = self.generate(prompt, tokens, **sampling)
         full = (len(prompt) + tokens - 1) // PAGE_TOKENS  # the last token's KV is never computed
         covered = answer.details.get("storage", 0) // PAGE_TOKENS
         for rank in range(self.ranks):

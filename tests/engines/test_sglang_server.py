@@ -1,15 +1,13 @@
-"""Operations on a running SGLang: its metrics, attaching and detaching storage, other weights."""
+"""Operations on a running SGLang: its metrics, attaching and detaching storage."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from engine_kinds import SGLANG
 from engine_process import StartEngine, until
 from manager_process import ManagerProcess
-from safetensors.torch import load_file, save_file
 from sglang_rig import Rig, storage_config
 from tiny_models import prompt_tokens
 
@@ -20,17 +18,6 @@ def rig(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess, inst
     config = storage_config(manager.address, instance_id, tmp_path / "record")
     engine = new_engine(SGLANG, tiny_llama, storage=config, enable_metrics=True)
     return Rig(engine, tmp_path / "record", manager, instance_id)
-
-
-@pytest.fixture
-def other_weights(tiny_llama: Path, tmp_path: Path) -> Path:
-    """Return the same model with other weights."""
-    model = tmp_path / "other"
-    shutil.copytree(tiny_llama, model)
-    weights = {name: -tensor.flip(0).contiguous() for name, tensor in load_file(model / "model.safetensors").items()}
-    weights |= {name: tensor.abs() for name, tensor in weights.items() if tensor.dim() == 1}
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    return model
 
 
 @pytest.mark.feature("sglang", "metrics")
@@ -63,18 +50,6 @@ def test_storage_is_detached_and_attached_while_the_server_runs(rig: Rig) -> Non
     rig.forget()
     again = rig.generate(prompt)
     assert (again.tokens, again.details["storage"]) == (computed.tokens, 192)
-
-
-def test_kv_of_the_weights_before_is_not_reused(rig: Rig, new_engine: StartEngine, other_weights: Path) -> None:
-    prompt = prompt_tokens(200, seed=4)
-    before = rig.store(prompt)
-    expected = new_engine(SGLANG, other_weights).generate([prompt], 16)[0].tokens
-    assert rig.engine.ask("update_weights", model=str(other_weights))
-    rig.forget()
-    after = rig.generate(prompt)
-    assert after.tokens == expected != before.tokens
-    assert after.cached_tokens == 0
-    assert "the weights were changed" in rig.engine.printed()
 
 
 def _config(rig: Rig, **options: str) -> dict[str, object]:

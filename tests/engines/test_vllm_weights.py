@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from engine_kinds import TRANSFORMERS, VLLM
+from changed_weights import ADAPTED, NORM, answer_of, changes, write_adapter
+from engine_kinds import VLLM
 from engine_process import StartEngine
 from manager_process import ManagerProcess
-from peft import LoraConfig, get_peft_model
 from tiny_models import prompt_tokens
-from transformers import LlamaForCausalLM
 from vllm_rig import Rig, connected, settle
-
-NORM = "model.layers.1.input_layernorm"  # vLLM keeps other weights in a packed form on CPUs
 
 
 @pytest.fixture
@@ -23,41 +19,22 @@ def rig(new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess, inst
     return Rig(engine, manager, instance_id).until_ready()
 
 
-def answer_of(new_engine: StartEngine, model: Path, prompt: list[int]) -> list[int]:
-    engine = new_engine(TRANSFORMERS, model)
-    try:
-        return engine.generate([prompt], 16)[0].tokens
-    finally:
-        engine.close()
-
-
 def test_changed_weights(rig: Rig, new_engine: StartEngine, tiny_llama: Path, tmp_path: Path) -> None:
-    """One matrix, one element, and all of them; each is followed by what vLLM itself needs: a reset of its cache."""
+    """One matrix, one element, and all of them (an adapter was merged); each before a reset of vLLM's cache."""
     prompt, unchanged = prompt_tokens(200, seed=6001), rig
     other = Rig(
         new_engine(VLLM, tiny_llama, **connected(rig.manager.address, rig.instance_id)), rig.manager, rig.instance_id
     ).until_ready()
     right = unchanged.store(prompt).tokens
-    model = LlamaForCausalLM.from_pretrained(tiny_llama)
     seen = {tuple(right)}
-    for number, change in enumerate(("matrix", "element", "reload")):
-        path = tmp_path / change
-        with torch.no_grad():
-            weight = model.get_submodule(NORM).weight
-            if change == "matrix":
-                weight.mul_(-1)
-            elif change == "element":
-                weight[5] *= 1000
-            else:
-                model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
-        model.save_pretrained(path)
-        if change == "reload":
+    for change, path in changes(tiny_llama, tmp_path):
+        if change == "merged":
             other.engine.ask("reload_weights", path=str(path))
         else:
             scale, element = (-1.0, None) if change == "matrix" else (1000.0, 5)
             other.engine.ask("change_weights", layer=NORM, scale=scale, element=element)
         truth = answer_of(new_engine, path, prompt)
-        assert tuple(truth) not in seen, number
+        assert tuple(truth) not in seen, change
         seen.add(tuple(truth))
         for cached in (0, 192):  # at once, and with reuse from the second time on
             answer = other.fresh(prompt)
@@ -84,24 +61,6 @@ def test_a_change_without_a_reset_is_seen_and_a_name_is_enough(
     assert (rig.fresh(prompt).tokens, rig.count("unsaved_weights_blocks") > 0) == (right, True)
     settle(rig.engine)
     assert rig.fresh(prompt).cached_tokens == 192
-
-
-def write_adapter(model: Path, adapter: Path, seed: int) -> list[int]:
-    """Train an adapter, as it were; return what the model with it answers to `ADAPTED`."""
-    torch.manual_seed(seed)
-    base = LlamaForCausalLM.from_pretrained(model)
-    adapted = get_peft_model(base, LoraConfig(r=8, target_modules=["v_proj", "down_proj"], init_lora_weights=False))
-    with torch.no_grad():
-        for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) * 0.2)
-    adapted.save_pretrained(adapter)
-    ids = torch.tensor([ADAPTED])
-    output = adapted.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-    return list(output[0, len(ADAPTED) :].tolist())
-
-
-ADAPTED = prompt_tokens(200, seed=6005)
 
 
 def test_an_adapter_that_is_trained_again_under_its_name(

@@ -1,10 +1,11 @@
 """Lets SGLang, as released for GPUs, start on a machine that has none. Python imports this before anything else.
 
-Five things are stood in, everything else is SGLang's own code:
+Six things are stood in, everything else is SGLang's own code:
 
 * torchvision of the package index is built for another torch; importing it needs two operators to be declared;
 * host memory is not registered with a GPU;
 * the copies between the pool of the device and that of the host, which are compiled kernels, are plain indexing;
+* adapters are applied with memory that is not pinned;
 * MLA's attention is computed in the one way that needs no compiled kernel;
 * less host memory is left alone.
 
@@ -71,6 +72,17 @@ def _reserve_less(module: ModuleType) -> None:
     module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
 
 
+def _do_not_pin() -> None:
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, pin_memory=False, **named: make(*arguments, **named)
+
+    for name in ("arange", "empty", "ones", "tensor", "zeros"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
 def _absorb(module: ModuleType) -> None:
     """Of the ways to compute MLA's attention, plain torch has only the one that works on latent rows."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -78,7 +90,7 @@ def _absorb(module: ModuleType) -> None:
     module.AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
 
 
-_BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_operators}
+_BEFORE: dict[str, Callable[[], None]] = {"torchvision": _declare_operators, "sglang.srt.lora.layers": _do_not_pin}
 _AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.mem_cache.pool_host.base": _reserve_less,
     "sglang.srt.mem_cache.pool_host.common": _do_not_register,
