@@ -58,6 +58,7 @@ class EngineWeights:
         self._lock = threading.Lock()
         self._weights: ModelWeights | None = None
         self._model: Callable[[], object] = type(None)
+        self._own_digest = ""
         self._is_flushed = True
         self._is_session_open = False
         self._was_updated = False
@@ -82,7 +83,7 @@ class EngineWeights:
         with self._lock:
             if self._version and _is_offloaded():
                 return ""
-            if self._version and not (self._weights and self._weights.is_unchanged(trusts_counters=False)):
+            if self._version and self._has_changed():
                 self._forget()
             return self._version
 
@@ -114,6 +115,12 @@ class EngineWeights:
             if not self._is_session_open:
                 self._agree()
 
+    def _has_changed(self) -> bool:
+        if self._weights is not None and self._weights.is_unchanged(trusts_counters=False):
+            return False
+        before = self._own_digest  # SGLang adds modules to models of MLA while it serves; their elements are the same
+        return self._digest() != before
+
     def _forget(self) -> None:
         if self._version:
             self._report("the weights change: KV is not reused until SGLang's cache is flushed")
@@ -143,10 +150,11 @@ class EngineWeights:
             if self._weights is None or self._model() is not model:
                 self._weights = ModelWeights(model, compares_all=True, is_packed=True)
                 self._model = weakref.ref(model)
-            return self._weights.version()
+            self._own_digest = self._weights.version()
         except UnknownWeightsError as error:
             self._report(f"KV is not reused: the weights are unknown ({error})")
-            return ""
+            self._own_digest = ""
+        return self._own_digest
 
     def _report(self, message: str) -> None:
         if message != self._reported:

@@ -421,7 +421,7 @@ class PageStore:
             self._sessions,
             engine=engine,
             keys=keys,
-            parent=before[0] if before else self._parents.parent(keys[0]),
+            parent=self._parent(keys[0], before),
             memory_of=lambda index, _: [piece.data for piece in pages[index]],
             deadline_seconds=self._options.save_seconds,
             part_groups=self._parts.groups_of(len(keys)),
@@ -510,6 +510,9 @@ class PageStore:
 
     def _report_missing(self, client: ManagerClient, lost: Any, corrupt: Any) -> None:
         client.report_missing(lost, corrupt=corrupt, timeout_seconds=self._options.call_seconds)
+
+    def _parent(self, key: BlockKey, before: Sequence[BlockKey]) -> BlockKey | None:
+        return before[-1] if before else self._parents.parent(key)
 
     def _keys_of(self, *page_hashes: Sequence[str]) -> list[list[BlockKey]]:
         keys = self.keys

@@ -175,7 +175,9 @@ class RankWeights:
 
     def _has_changed(self) -> bool:
         # A reset has all elements compared. Between resets, tensors of `torch.inference_mode` have no counters.
-        return self._weights is not None and not self._weights.is_unchanged(trusts_counters=False)
+        if self._weights is None or self._weights.is_unchanged(trusts_counters=False):
+            return False
+        return self._read(self._generation).digest != self._report.digest  # a module may only have been added
 
     def _read(self, generation: int) -> WeightsReport:
         try:

@@ -212,7 +212,7 @@ def test_chains_keep_their_depth_when_saved_in_pieces(open_store: Open) -> None:
     store.save(_HASHES[6:7], slots(4), prefix_hashes=_HASHES[:6])
     keys = store.keys.keys(_HASHES)
     assert store._parent(keys[2], ()) == keys[1]
-    assert store._parent(keys[6], _HASHES[:6]) == keys[5]
+    assert store._parent(keys[6], keys[:6]) == keys[5]
     assert store._parent(keys[9], ()) is None
 
 

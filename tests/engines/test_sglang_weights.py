@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,8 +63,10 @@ def test_changed_weights(
     assert fresh(other, prompt) == (right, 192)  # as they were
     if unchanged:
         unchanged.engine.close()
-        changed = new_rig("restarted", path)
-        assert fresh(changed, prompt) == (truth, 0)
+        again = shutil.copytree(path, tmp_path / "again" / tiny_llama.name)
+        restarted = new_rig("restarted", again)
+        for loaded in (0, 192):
+            assert fresh(restarted, prompt) == (truth, loaded)
 
 
 def test_a_change_without_a_flush_is_noticed(new_rig: NewRig, tiny_llama: Path, tmp_path: Path) -> None:
