@@ -25,14 +25,16 @@ from typing import Any
 
 import torch
 from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRotaryEmbedding
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.runtime_context import get_parallel
 
 from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
+from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["EngineWeights", "is_serving"]
+__all__ = ["EngineWeights", "is_serving", "refuse_batch_dependent_kv"]
 
 _log = logging.getLogger(__name__)
 _UPDATES = (
@@ -180,17 +182,34 @@ def _exchanged(digest: str) -> tuple[str, ...]:
     return tuple(digests)
 
 
-def _served_model() -> torch.nn.Module:
-    """Return the model that this rank serves. SGLang gives a backend its pool, and not the model.
+def refuse_batch_dependent_kv() -> None:
+    """Check that KV of a token depends on the tokens before it alone.
 
     Raises:
-        UnknownWeightsError: there is none.
+        InvalidArgumentError: with SGLang's LongRoPE one token far behind rotates all tokens of its batch differently.
     """
-    for runner in _instances(ModelRunner):
-        if not runner.is_draft_worker:
-            model: torch.nn.Module = runner.model
-            return model
+    for runner in _model_runners():
+        context = runner.model_config.context_len
+        for module in runner.model.modules():
+            if isinstance(module, Phi3LongRoPEScaledRotaryEmbedding):
+                most = module.original_max_position_embeddings
+                if context > most:
+                    raise InvalidArgumentError(
+                        f"context_length is {context}, must be <= {most} with LongRoPE: when a request is longer, KV of"
+                        " all requests in its batch is another"
+                    )
+
+
+def _served_model() -> torch.nn.Module:
+    for runner in _model_runners():
+        model: torch.nn.Module = runner.model
+        return model
     raise UnknownWeightsError("the model is not found")
+
+
+def _model_runners() -> list[Any]:
+    """Return what runs the model of this rank: one. SGLang gives a backend its pool, and not the model."""
+    return [runner for runner in _instances(ModelRunner) if not runner.is_draft_worker]
 
 
 @functools.lru_cache(maxsize=1)

@@ -28,7 +28,7 @@ from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.reuse.registration import InstanceSpecs, ManagerLink
 from kvcm.connectors.reuse.statistics import BUCKETS_SECONDS, COUNTERS, TIMES, ReuseStatistics, Unsaved
-from kvcm.connectors.sglang.engine_weights import EngineWeights, is_serving
+from kvcm.connectors.sglang.engine_weights import EngineWeights, is_serving, refuse_batch_dependent_kv
 from kvcm.connectors.sglang.host_pool import PageMemory
 from kvcm.connectors.sglang.identity import adapters_of, page_identity, weights_of
 from kvcm.connectors.sglang.options import SglangOptions
@@ -221,12 +221,13 @@ class KVCMStorage(HiCacheStorage):
         """Register with the manager, now that all pools are known; retry later if no manager answers.
 
         Raises:
-            InvalidArgumentError: the model has pools that cannot be stored.
+            InvalidArgumentError: the model has pools that cannot be stored, or KV that depends on more than its prefix.
         """
         if self._refused_pools:
             raise InvalidArgumentError(
                 f"KV reuse does not support models with these host pools yet: {', '.join(self._refused_pools)}"
             )
+        refuse_batch_dependent_kv()
         memory = PageMemory(self.mem_pool_host)
         store, link = self._connect(memory)
         self._store = store

@@ -20,6 +20,7 @@ from kvcm.connectors.client import ManagerClient
 
 NewManager = Callable[..., ManagerProcess]
 _PROMPT = prompt_tokens(200, seed=1)
+_ORIGINAL = "original_max_position_embeddings"
 
 
 def _quick(address: str, instance_id: str, record: Path, **options: object) -> dict[str, object]:
@@ -176,6 +177,18 @@ def test_a_wrong_option_is_said_at_the_start(
     with pytest.raises((EngineDiedError, EngineRefusedError)) as failed:
         new_engine(SGLANG, tiny_llama, storage=config)
     assert message in (tmp_path / "sglang-0.log").read_text() + str(failed.value)
+
+
+@pytest.mark.feature("sglang", "refuses what it does not support")
+def test_rotations_that_depend_on_the_batch_are_refused(
+    new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    options = {"json_model_override_args": json.dumps({"rope_scaling": rope | {_ORIGINAL: 64}}), "context_length": 4096}
+    with pytest.raises((EngineDiedError, EngineRefusedError)) as failed:
+        new_engine(SGLANG, tiny_llama, storage=storage_config("127.0.0.1:1", "x", tmp_path / "record"), **options)
+    said = (tmp_path / "sglang-0.log").read_text() + str(failed.value)
+    assert "context_length is 4096, must be <= 64 with LongRoPE" in said
 
 
 def _reused(rig: Rig, expected: list[int]) -> int:
