@@ -16,6 +16,7 @@ new name, or lets every call compare all elements.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 import xxhash
 from torch import nn
@@ -35,7 +37,7 @@ __all__ = ["ModelWeights", "UnknownWeightsError", "tensor_checksum"]
 
 _log = logging.getLogger(__name__)
 _SMALL_BYTES = 4 << 20
-_SAMPLES = 8  # per tensor, at even distances; more cost as much again
+_SAMPLES = 8  # per tensor, at even distances; fewer miss merges into a part of a joint matrix, as of q, k and v
 _MAX_NAME_CHARACTERS = 256
 _NAMED = "name:"
 # Frequencies that transformers computes again for long prompts; `model_kv` finds the length from which on it does.
@@ -79,11 +81,9 @@ class ModelWeights:
         Raises:
             UnknownWeightsError: a tensor has no data that could be compared, or the weights change meanwhile.
         """
-        if not self.is_unchanged() or (self._compares_all and self._content != self._read_all()):
-            if self._version.startswith(_NAMED):
-                name = self._version.removeprefix(_NAMED)
-                _log.warning("the weights changed after their version %r was set: their digest is used", name)
-            self._read()
+        before = self._snapshot if self.is_unchanged() else None
+        if before is None or self._compares_all:
+            self._read(before)
         return self._version
 
     def is_unchanged(self, *, trusts_counters: bool = True) -> bool:
@@ -112,13 +112,18 @@ class ModelWeights:
     def _read_all(self) -> str:
         return _content(self._model, self._packed)
 
-    def _read(self) -> None:
-        self._snapshot = None  # whatever goes wrong below, nothing is known until it is read again
-        before = _Snapshot.of(self._model)
+    def _read(self, before: _Snapshot | None) -> None:
+        snapshot = before or _Snapshot.of(self._model)
         content = self._read_all()
-        if not before.holds(trusts_counters=False):
+        if before is not None and content == self._content:
+            return
+        self._snapshot = None  # whatever goes wrong below, nothing is known until it is read again
+        if not snapshot.holds(trusts_counters=False):
             raise UnknownWeightsError("the weights change while they are read")
-        self._snapshot, self._content, self._version = before, content, f"content:{content}"
+        if self._version.startswith(_NAMED):
+            name = self._version.removeprefix(_NAMED)
+            _log.warning("the weights changed after their version %r was set: their digest is used", name)
+        self._snapshot, self._content, self._version = snapshot, content, f"content:{content}"
 
 
 # ---- every element ----
@@ -248,7 +253,8 @@ def _adapters_of(module: Any) -> tuple[object, ...] | None:
 
 # ---- signs ----
 
-_Samples = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset of a view
+# Copies some bytes of some tensors, and is given all those of the snapshot.
+_Reader = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,72 +262,78 @@ class _Snapshot:
     """The signs of one moment. It keeps no tensor alive.
 
     Attributes:
-        counts: of entries in each dictionary of a module.
+        owners: dictionaries of modules.
+        counts: of entries in each.
         objects: modules and tensors in these dictionaries, by name.
-        tensors: with memory of their own, in groups of one type and device.
-        addresses: of each tensor.
+        tensors: with memory of their own.
+        places: of them in memory, see `_places`.
         writes: to each tensor as PyTorch counts them; None where it does not count all (`torch.inference_mode`).
-        views: of some elements of each tensor.
-        samples: these elements, joined per group.
+        readers: of some elements of each tensor: one for the CPU, and one for each type and device.
+        samples: what they read.
         adapters: of PEFT, by layer.
     """
 
-    counts: list[tuple[dict[str, Any], int]]
+    owners: list[dict[str, Any]]
+    counts: list[int]
     objects: list[tuple[dict[str, Any], str, Callable[[], object]]]
-    tensors: list[list[weakref.ref[torch.Tensor]]]
-    addresses: list[list[int]]
-    writes: list[list[int]] | None
-    views: list[list[_Samples]]
+    tensors: list[weakref.ref[torch.Tensor]]
+    places: list[int]
+    writes: list[int] | None
+    readers: list[_Reader]
     samples: list[torch.Tensor]
     adapters: list[tuple[nn.Module, tuple[object, ...]]]
 
     @classmethod
+    @torch.no_grad()
     def of(cls, model: nn.Module) -> _Snapshot:
         modules = list(model.modules())
         found = [entry for module in modules for entry in _tensors_of(module)]
         children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
         functions = [entry for module in modules for entry in _packing_functions(module)]
-        groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for _, _, tensor in found:
-            if _has_memory(tensor):
-                groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        tensors = list(groups.values())
-        views = [[_some_elements(tensor) for tensor in group] for group in tensors]
+        tensors = [tensor for _, _, tensor in found if _has_memory(tensor)]
+        storages = [tensor.untyped_storage() for tensor in tensors]  # kept as in `holds`
+        groups: dict[object, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            groups.setdefault(None if tensor.is_cpu else (tensor.dtype, tensor.device), []).append(number)
+        readers = [(_device_reader if key else _host_reader)(tensors, storages, each) for key, each in groups.items()]
+        owners = [owned for module in modules for owned in (module._modules, module._parameters, module._buffers)]
         return cls(
-            counts=[(owned, len(owned)) for m in modules for owned in (m._modules, m._parameters, m._buffers)],
+            owners=owners,
+            counts=[*map(len, owners)],
             objects=[(owned, name, _reference(value)) for owned, name, value in [*children, *found, *functions]],
-            tensors=[[weakref.ref(tensor) for tensor in group] for group in tensors],
-            addresses=[[tensor.data_ptr() for tensor in group] for group in tensors],
+            tensors=[weakref.ref(tensor) for tensor in tensors],
+            places=_places(tensors, storages),
             writes=_writes(tensors),
-            views=views,
-            samples=_samples(tensors, views),
+            readers=readers,
+            samples=[read(tensors) for read in readers],
             adapters=[(module, how) for module in modules if (how := _adapters_of(module)) is not None],
         )
 
+    @torch.no_grad()
     def holds(self, *, trusts_counters: bool = True) -> bool:
         """Return whether no sign differs.
 
         Args:
             trusts_counters: writes that PyTorch does not count are a sign of a change.
         """
-        for owned, count in self.counts:
-            if len(owned) != count:
-                return False
+        if [*map(len, self.owners)] != self.counts:
+            return False
         for owned, name, before in self.objects:
             if owned.get(name) is not before():
                 return False
         if any(_adapters_of(layer) != how for layer, how in self.adapters):
             return False
         # None of them is gone, since all were found above.
-        tensors: list[list[Any]] = [[reference() for reference in group] for group in self.tensors]
-        if [[tensor.data_ptr() for tensor in group] for group in tensors] != self.addresses:
+        tensors: list[Any] = [reference() for reference in self.tensors]
+        storages = [tensor.untyped_storage() for tensor in tensors]  # kept, as another thread may give tensors others
+        if _places(tensors, storages) != self.places:
             return False
         if self.writes is None:
             if trusts_counters:
                 return False
         elif _writes(tensors) != self.writes:
             return False
-        return all(map(torch.equal, _samples(tensors, self.views), self.samples))
+        return all(map(torch.equal, (read(tensors) for read in self.readers), self.samples))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -339,24 +351,42 @@ def _nothing() -> None:
     return None
 
 
-def _writes(groups: Sequence[Sequence[torch.Tensor]]) -> list[list[int]] | None:
+def _places(tensors: Sequence[torch.Tensor], storages: Sequence[Any]) -> list[int]:
+    """Return the address of each tensor, and begin and size of the memory that is there."""
+    return [*[one.data_ptr() for one in (*tensors, *storages)], *[storage.nbytes() for storage in storages]]
+
+
+def _writes(tensors: Iterable[torch.Tensor]) -> list[int] | None:
     try:
-        return [[tensor._version for tensor in group] for group in groups]
+        return [tensor._version for tensor in tensors]
     except RuntimeError:
         return None
 
 
-def _some_elements(tensor: torch.Tensor) -> _Samples:
+def _host_reader(tensors: Sequence[torch.Tensor], storages: Sequence[Any], numbers: Iterable[int]) -> _Reader:
+    # Views take ten times as long as reading their elements, and views kept from the last time would keep memory that
+    # a tensor has left. So bytes are read by address, which is safe while storages have the places that they have here.
+    found = []
+    for tensor, storage in ((tensors[n], storages[n]) for n in numbers):
+        bytes_ = np.arange(tensor.itemsize) + np.array(_some_elements(tensor))[:, None] * tensor.itemsize
+        within = tensor.data_ptr() - storage.data_ptr() + bytes_.ravel()
+        found.append(storage.data_ptr() + within[(within >= 0) & (within < storage.nbytes())])
+    addresses = np.concatenate(found)
+    first, last = int(addresses.min()), int(addresses.max())
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (last + 1 - first)).from_address(first))
+    offsets = addresses - first
+    return lambda _: torch.from_numpy(memory.take(offsets))
+
+
+def _device_reader(tensors: Sequence[torch.Tensor], _: object, numbers: Iterable[int]) -> _Reader:
+    chosen = [(n, _some_elements(tensors[n]), int(tensors[n].storage_offset())) for n in numbers]
+    views = [(n, ((len(some),), (some.step,), offset + some.start)) for n, some, offset in chosen]
+    return lambda now: torch.cat([now[n].as_strided(*view) for n, view in views]).view(torch.uint8)
+
+
+def _some_elements(tensor: torch.Tensor) -> range:
+    """Return their places, counted from the first."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     count = min(_SAMPLES, extent)
     step = extent // count
-    return (count,), (step,), int(tensor.storage_offset()) + step // 2
-
-
-@torch.no_grad()
-def _samples(groups: Iterable[Sequence[torch.Tensor]], views: Iterable[Sequence[_Samples]]) -> list[torch.Tensor]:
-    """Return a copy of some bytes of each tensor, joined per group."""
-    return [
-        torch.cat([tensor.as_strided(*view) for tensor, view in zip(*pair, strict=True)]).view(torch.uint8)
-        for pair in zip(groups, views, strict=True)
-    ]
+    return range(step // 2, count * step, step)

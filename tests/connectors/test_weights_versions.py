@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from reuse_cases import BLOCK, PATIENT, Connect, checked, make_model, plain, prompt, run
 from torch import nn
 
-from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
+from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError, _device_reader, _host_reader
 from kvcm.connectors.reuse.statistics import Unsaved
 from kvcm.connectors.transformers import KVReuse
 from kvcm.model.errors import InvalidArgumentError
@@ -217,8 +217,12 @@ def test_single_elements_of_large_models_are_found_when_all_are_compared(connect
     goes_on(reuse, model)
 
 
+@pytest.mark.parametrize("reader", [_host_reader, _device_reader])
 @pytest.mark.parametrize("change", [one_matrix, one_element, reload, reload_past_the_counter, data_replaced])
-def test_signs_find_changes_of_large_models(change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signs_find_changes_of_large_models(
+    change: Callable[[Any], None], reader: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcm.connectors.reuse.model_weights._host_reader", reader)
     monkeypatch.setattr("kvcm.connectors.reuse.model_weights._SMALL_BYTES", 0)
     model = make_model()
     weights = ModelWeights(model)
@@ -228,6 +232,17 @@ def test_signs_find_changes_of_large_models(change: Callable[[Any], None], monke
     change(model)
     assert not weights.is_unchanged()
     assert weights.version() not in ("", version)
+
+
+def test_signs_keep_no_memory_and_read_none_that_a_tensor_has_left() -> None:
+    model, memory = large(), bytearray(4 << 16)
+    weights, parameter = ModelWeights(model), attention(model).q_proj.weight
+    for count in (1 << 16, 1):  # then less at the same address
+        parameter.data = torch.frombuffer(memory, dtype=torch.float32, count=count)
+        assert not weights.is_unchanged()
+        weights.version()
+    parameter.data = torch.ones(1)
+    memory.clear()  # raises while something keeps it
 
 
 def test_no_block_of_mixed_weights_is_published(connect: Connect) -> None:
