@@ -52,4 +52,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ci)
 
 
-pytest_plugins = ["redis_servers", "feature_records", "quick_level"]
+pytest_plugins = ["redis_servers", "shared_managers", "feature_records", "quick_level"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from cache_rig import Rig, group, instance, opened
+from loop_turns import turns_of_others
 
 from kvcm.cache.instance_cache import BATCH_KEYS, batch_keys, batches
 from kvcm.cache.pins import PinRequest
@@ -26,22 +25,6 @@ from kvcm.service.meta_api import BlockCalls
 
 PAGES = 6
 KEYS = list(range(PAGES * BATCH_KEYS))
-
-
-async def turns_of_others(awaitable: Awaitable[Any]) -> tuple[Any, int]:
-    """Return what a call returns, and how often others had their turn until then."""
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    other = asyncio.create_task(count())
-    result = await awaitable
-    other.cancel()
-    return result, turns
 
 
 def of_parts(count: int) -> Instance:

@@ -47,12 +47,17 @@ def chains(draw: st.DrawFn) -> list[tuple[list[int], int]]:
     return [(path, size) for path in paths]
 
 
-@settings(max_examples=examples(60), deadline=None)
-@given(chains())
-def test_the_curve_of_a_sample_says_the_same_with_few_points(requests: Requests) -> None:
+def sample_of(requests: Requests) -> ReuseSample:
     sample = ReuseSample(1000, share=1.0)
     for keys, size in requests:
         sample.read(keys, size)
+    return sample
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(chains())
+def test_the_curve_of_a_sample_says_the_same_with_few_points(requests: Requests) -> None:
+    sample = sample_of(requests)
     capacities, ratios = sample.hit_curve()
     curve = sample.curve()
     assert curve.attainable_ratio == ratios[-1] == curve.ratio_at(1 << 62)
@@ -65,9 +70,7 @@ def test_the_curve_of_a_sample_says_the_same_with_few_points(requests: Requests)
 @settings(max_examples=examples(60), deadline=None)
 @given(chains())
 def test_a_sample_of_all_keys_is_exact_but_for_the_width_of_bins(requests: Requests) -> None:
-    sample = ReuseSample(1000, share=1.0)
-    for keys, size in requests:
-        sample.read(keys, size)
+    sample = sample_of(requests)
     capacities, ratios = sample.hit_curve()
     accesses = max(1, sum(len(keys) for keys, _ in requests))
     for place in [*range(0, len(capacities), 37), -1]:

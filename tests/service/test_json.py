@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from loop_turns import turns_of_others
 from model_values import model_values
 from test_transport_drivers import SERVICES
 
@@ -387,18 +388,9 @@ def test_addresses_for_fresh_blocks_are_not_kept() -> None:
 
 
 async def test_a_long_answer_gives_way_to_other_requests() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
     chunks = [numbered(number) for number in range(10_000)]
-    body = await print_reply(Reply(meta.GetCacheLocationResponse(), chunks), LocationTexts())
-    counting.cancel()
+    reply = Reply(meta.GetCacheLocationResponse(), chunks)
+    body, turns = await turns_of_others(print_reply(reply, LocationTexts()))
     assert len(json.loads(body)["locations"]) == 10_000
     assert turns >= 5
 

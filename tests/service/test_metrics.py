@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from command_runner import Commands
+from loop_turns import turns_of_others
 from probe_clients import ask
 from prometheus_client import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
@@ -509,17 +510,7 @@ async def test_metrics_written_in_many_slices_read_as_one_family_each(accept: st
 
 
 async def test_others_get_turns_while_a_large_page_is_written() -> None:
-    turns = 0
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    counting = asyncio.create_task(count())
-    body, _ = await written(_table().pop_all(), "")
-    counting.cancel()
+    (body, _), turns = await turns_of_others(written(_table().pop_all(), ""))
     assert turns > body.count(b"\n") / 400
 
 
