@@ -51,7 +51,9 @@ class Side:
         self.memory = np.random.default_rng(0).integers(0, 256, total_bytes, np.uint8)
         self.client: MooncakeClient = open_client(spec, segment_bytes=0, buffer_bytes=16 * MIB)
         assert self.client.register_buffer(self._address, total_bytes) == 0
-        self.engine = TransferEngine({("mooncake", STORAGE): MooncakeMover(spec, MooncakeSettings())}, threads)
+        self.engine = TransferEngine(
+            {("mooncake", STORAGE): MooncakeMover(spec, MooncakeSettings())}, threads, checksums=False
+        )
         self.engine.register_memory([self.memory.data])
         self.other = np.empty(total_bytes, np.uint8)  # not registered
 

@@ -173,7 +173,7 @@ def load_rows(
     def copy() -> None:
         blocks.memory[:] = source
 
-    one = TransferEngine({("file", STORAGE): mover}, 1)
+    one = TransferEngine({("file", STORAGE): mover}, 1, checksums=False)
     rows = [
         speed_row("load", blocks, paired(ours, lambda: plain_load(blocks), windows), TARGETS[blocks.block_bytes]),
         speed_row("load", blocks, paired(ours, lambda: dd_load(blocks), windows), against="dd"),
@@ -241,8 +241,8 @@ def open_rows(root: Path, blocks: Blocks, windows: int) -> list[Row]:
 def rows_of(root: Path, total_bytes: int, windows: int) -> list[Row]:
     memory = memoryview(bytearray(total_bytes))
     mover = FileMover({STORAGE: str(root)})
-    engine = TransferEngine({("file", STORAGE): mover})
-    single = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)}, coalesce=False)})
+    engine = TransferEngine({("file", STORAGE): mover}, checksums=False)
+    single = TransferEngine({("file", STORAGE): FileMover({STORAGE: str(root)}, coalesce=False)}, checksums=False)
     rows: list[Row] = []
     for block_bytes in TARGETS:
         for per_file in (SLOTS_PER_FILE, 1):

@@ -96,7 +96,9 @@ class TransferEngine:
         threads: most groups of items at once per storage; default is the number of cores, at most 4.
         budget_bytes: most bytes in flight over all storages; a storage holds at most an equal share of them. A larger
             item moves alone.
-        checksums: whether saves return checksums. Loads always compare with those of their items.
+        checksums: whether saves return checksums. Loads always compare with those of their items. Without checksums a
+            block that loads may hold bytes that were not saved for it, see "Which bytes are served" in
+            docs/storages.md.
         clock: seconds of a clock that never runs backwards.
     """
 
@@ -106,7 +108,7 @@ class TransferEngine:
         threads: int | None = None,
         *,
         budget_bytes: int = _DEFAULT_BUDGET_BYTES,
-        checksums: bool = False,
+        checksums: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -134,7 +136,7 @@ class TransferEngine:
         threads: int | None = None,
         *,
         budget_bytes: int = _DEFAULT_BUDGET_BYTES,
-        checksums: bool = False,
+        checksums: bool = True,
         mooncake: MooncakeSettings | None = None,
     ) -> TransferEngine:
         """Return an engine for the storages that the manager named at registration.
