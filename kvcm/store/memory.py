@@ -13,7 +13,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from kvcm.model.clock import Clock
-from kvcm.store.store import LeaseState, Replacement
+from kvcm.store.store import PART, LeaseState, Replacement
 
 __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 
@@ -209,6 +209,10 @@ class MemoryStore:
     def table(self, name: str, shard_count: int = 1) -> MemoryTable:
         """Return the table of that name, the same one every time; parts make no difference in one memory."""
         return self._tables.setdefault(name, MemoryTable())
+
+    async def parts(self) -> Sequence[str]:
+        """Return one name: memory is one part."""
+        return (PART,)
 
     async def flush(self) -> None:
         """Nothing outlives the process, so nothing is waited for."""

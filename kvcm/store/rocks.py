@@ -34,7 +34,7 @@ from rocksdict import (
 from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
 from kvcm.store.memory import MemoryTable, Outcomes
-from kvcm.store.store import Replacement
+from kvcm.store.store import PART, Replacement
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
@@ -685,6 +685,10 @@ class RocksStore:
         if name not in self._tables:
             self._tables[name] = RocksTable(self.log, name, MemoryTable())
         return self._tables[name]
+
+    async def parts(self) -> Sequence[str]:
+        """Return one name: all changes are in one log."""
+        return (PART,)
 
     async def flush(self) -> None:
         await self.log.flush()

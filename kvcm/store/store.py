@@ -7,10 +7,17 @@ changed by compare-and-set only, so that of several managers exactly one wins an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-__all__ = ["Lease", "LeaseState", "Replacement", "Store", "Table"]
+__all__ = ["PART", "UNVERIFIED", "Lease", "LeaseState", "ReadDocuments", "Replacement", "Store", "Table"]
+
+PART = "deletions"
+"""What the names of `Store.parts` begin with."""
+UNVERIFIED = "unverified"
+"""Table of the storages whose packed locations are to be verified before they are served."""
+ReadDocuments = Callable[[str, Sequence[str]], Awaitable[Sequence[bytes | None] | None]]
+"""Returns documents of a table on one server, in order; None where that server does not have the table."""
 
 
 class Replacement(NamedTuple):
@@ -131,6 +138,14 @@ class Store(Protocol):
         Args:
             name: lower-case letters.
             shard_count: parts that can lie on different nodes of a cluster. Names in one part share its version.
+        """
+
+    async def parts(self) -> Sequence[str]:
+        """Return names of tables, one of them at least in each part of the store that a failover can take back to an
+        earlier state by itself.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
         """
 
     async def flush(self) -> None:

@@ -23,7 +23,8 @@ from waiting import until
 
 from kvcm.model.errors import StorageIOError
 from kvcm.store.redis import tracking
-from kvcm.store.redis.client import RedisClient, Script, ScriptCall, slot_of
+from kvcm.store.redis.client import Exchange, RedisClient, Script, ScriptCall, slot_of
+from kvcm.store.redis.store import RedisStore
 from kvcm.store.redis.tracking import Invalidations
 from kvcm.store.redis.uri import Address, RedisSettings, TlsFiles, parse_redis_uri
 
@@ -665,6 +666,38 @@ async def test_a_server_that_became_a_replica_refuses_writes(lone: Standalone, t
             with lone.server.admin() as admin:
                 admin.execute_command("REPLICAOF", "NO", "ONE")
             await increment(client)
+
+
+async def test_a_process_is_greeted_once_before_it_gets_a_command(lone: Standalone) -> None:
+    greetings = list[object]()
+    is_accepted = True
+
+    async def greet(send: Exchange) -> None:
+        greetings.append(await send([(b"PING",)]))
+        if not is_accepted:
+            raise StorageIOError("not accepted; try again")
+
+    async with connected_to(lone) as client:
+        client.on_new_server = greet
+        assert await increment(client) == 1
+        with lone.server.admin() as admin:
+            admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+        await recovered(lambda: increment(client))
+        assert greetings == [[b"PONG"]]
+        is_accepted = False
+        lone.server.restart()
+        for _ in range(3):
+            await refused_after(increment(client))
+        is_accepted = True
+        assert await increment(client) == 3
+        assert len(greetings) >= 3
+
+
+async def test_each_master_has_a_part(redis_cluster: Cluster) -> None:
+    async with connected_to(redis_cluster) as client:
+        parts = await RedisStore(client).parts()
+        slots = [slot_of(f"{{{part}.0}}".encode()) for part in parts]
+        assert len({(await client._topology.node_of(slot)).address for slot in slots}) == len(parts) == 3
 
 
 @pytest.mark.ci

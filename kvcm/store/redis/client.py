@@ -42,6 +42,7 @@ from kvcm.telemetry.metrics import Histogram
 __all__ = [
     "Argument",
     "Command",
+    "Exchange",
     "Node",
     "RedisClient",
     "Script",
@@ -109,6 +110,8 @@ class ScriptCall(NamedTuple):
 # 3. Commands are sent once. Only a caller whose command may run twice sends it again.
 
 Command = Sequence[Argument]
+Exchange = Callable[[Sequence[Command]], Awaitable[list[Any]]]
+"""Sends commands to one server, and returns its answers; raises OSError or RedisError."""
 _READ_BYTES = 1 << 18
 _LOST = (OSError, RedisError)
 _pack: Callable[[tuple[Argument, ...]], bytes] = hiredis.pack_command  # type: ignore[assignment] # says: one argument
@@ -164,10 +167,21 @@ class Node:
         settings: how to reach it.
         address: where it is.
         must_be_master: refuse to talk to it as long as it is a replica.
+        greet: called before a server that is not the last one of this address gets a command.
     """
 
-    def __init__(self, settings: RedisSettings, address: Address, must_be_master: bool = False) -> None:
+    def __init__(
+        self,
+        settings: RedisSettings,
+        address: Address,
+        must_be_master: bool = False,
+        greet: Callable[[Exchange], Awaitable[None]] | None = None,
+    ) -> None:
         self.address = address
+        self._greet = greet
+        self._greeting = asyncio.Lock()
+        self._run_id = b""  # of the process that was greeted
+        self._past = 0  # connections of an earlier number are not used again
         self._settings = settings
         self._must_be_master = must_be_master
         self._idle: list[Connection] = []
@@ -184,9 +198,9 @@ class Node:
         """
         await self._acquire_slot()
         try:
-            connection = await self._acquire()
+            past, connection = self._past, await self._acquire()
             answers = await self._round_trip(connection, commands)
-            await self._release(connection)
+            await self._release(connection, past)
         except TimeoutError:
             raise self._failure(f"no answer within {self._settings.timeout_seconds:g} s") from None
         except AuthenticationError as error:
@@ -203,6 +217,11 @@ class Node:
         idle, self._idle = self._idle, []
         for connection in idle:
             await connection.disconnect(nowait=True)
+
+    async def forget_server(self) -> None:
+        """Greet the server again: it became a master, and what it has may be older than what the last one had."""
+        self._run_id, self._past = b"", self._past + 1
+        await self.forget_connections()
 
     async def close(self) -> None:
         """Close the connections, those in use after their round trips."""
@@ -225,15 +244,29 @@ class Node:
                 return connection
             await connection.disconnect(nowait=True)
         connection = await open_connection(self._settings, self.address)
+        try:
+            await self._check_server(connection)
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+        return connection
+
+    async def _check_server(self, connection: Connection) -> None:
         if self._must_be_master:
             role = (await self._round_trip(connection, [(b"ROLE",)]))[0]
             if not isinstance(role, list) or role[0] != b"master":
-                await connection.disconnect(nowait=True)
                 raise ResponseError("is not the master yet")
-        return connection
+        if self._greet is None:
+            return
+        (info,) = await self._round_trip(connection, [(b"INFO", b"server")])
+        run_id = info.partition(b"run_id:")[2].split()[0] if isinstance(info, bytes) and b"run_id:" in info else b"?"
+        async with self._greeting:
+            if run_id != self._run_id or run_id == b"?":
+                await self._greet(lambda commands: self._round_trip(connection, commands))
+                self._run_id = run_id
 
-    async def _release(self, connection: Connection) -> None:
-        if self._closed:
+    async def _release(self, connection: Connection, past: int) -> None:
+        if self._closed or past != self._past:
             await connection.disconnect(nowait=True)
         else:
             self._idle.append(connection)
@@ -304,25 +337,29 @@ class Topology(Protocol):
         """Close all connections."""
 
 
-def _topology_of(settings: RedisSettings, random: Random) -> Topology:
+_Greet = Callable[[Exchange], Awaitable[None]]
+
+
+def _topology_of(settings: RedisSettings, random: Random, greet: _Greet) -> Topology:
     """Return the topology that a uri describes.
 
     Args:
         settings: what the uri says.
         random: chooses whom of many to ask.
+        greet: called before a server that may be a new master gets a command.
     """
     if settings.kind == "cluster":
-        return _ClusterTopology(settings, random)
+        return _ClusterTopology(settings, random, greet)
     if settings.kind == "sentinel":
-        return _SentinelTopology(settings, random)
-    return _SingleTopology(settings)
+        return _SentinelTopology(settings, random, greet)
+    return _SingleTopology(settings, greet)
 
 
 class _SingleTopology:
     """One server."""
 
-    def __init__(self, settings: RedisSettings) -> None:
-        self._node = Node(settings, settings.addresses[0])
+    def __init__(self, settings: RedisSettings, greet: _Greet) -> None:
+        self._node = Node(settings, settings.addresses[0], greet=greet)
 
     async def node_of(self, slot: int) -> Node:
         return self._node
@@ -344,8 +381,9 @@ class _SingleTopology:
 class _SentinelTopology:
     """The master that sentinels name."""
 
-    def __init__(self, settings: RedisSettings, random: Random) -> None:
+    def __init__(self, settings: RedisSettings, random: Random, greet: _Greet) -> None:
         self._settings = settings
+        self._greet = greet
         self._random = random
         at_sentinels = dataclasses.replace(
             settings, user=settings.sentinel_user, password=settings.sentinel_password, database=0
@@ -388,7 +426,7 @@ class _SentinelTopology:
         before, self._doubted = self._master, False
         if before is not None and before.address == address:
             return before
-        master = self._master = Node(self._settings, address, must_be_master=True)
+        master = self._master = Node(self._settings, address, must_be_master=True, greet=self._greet)
         if before is not None:
             await before.close()
         return master
@@ -409,8 +447,9 @@ class _SentinelTopology:
 class _ClusterTopology:
     """The nodes of a cluster by slot."""
 
-    def __init__(self, settings: RedisSettings, random: Random) -> None:
+    def __init__(self, settings: RedisSettings, random: Random, greet: _Greet) -> None:
         self._settings = settings
+        self._greet = greet
         self._random = random
         self._nodes: dict[Address, Node] = {}
         self._slots: list[Node | None] = [None] * _SLOT_COUNT
@@ -437,7 +476,7 @@ class _ClusterTopology:
     def at(self, address: Address) -> Node:
         node = self._nodes.get(address)
         if node is None:
-            node = self._nodes[address] = Node(self._settings, address)
+            node = self._nodes[address] = Node(self._settings, address, greet=self._greet)
         return node
 
     async def invalidate(self) -> None:
@@ -456,6 +495,8 @@ class _ClusterTopology:
         slots: list[Node | None] = [None] * _SLOT_COUNT
         for first, last, address in ranges:
             slots[first : last + 1] = [self.at(address)] * (last + 1 - first)
+        for node in {node for node in slots if node is not None}.difference(masters):
+            await node.forget_server()
         self._slots, self._doubted = slots, False
         await self._close_others({address for _, _, address in ranges} | set(self._settings.addresses))
 
@@ -534,6 +575,7 @@ class RedisClient:
         prefix: name of the deployment; every key begins with it.
         is_cluster: whether keys of different hash tags may lie on different servers.
         times: how long operations took, by kind.
+        on_new_server: called before a server that may be a new master gets a command; when it raises, it gets none.
     """
 
     def __init__(self, settings: RedisSettings, random: Random) -> None:
@@ -541,7 +583,8 @@ class RedisClient:
         self.prefix = settings.cluster_name
         self.is_cluster = settings.kind == "cluster"
         self.times = {op: Histogram() for op in ("read", "script", "command", "other")}
-        self._topology = _topology_of(settings, random)
+        self.on_new_server: _Greet = _accept_server
+        self._topology = _topology_of(settings, random, lambda send: self.on_new_server(send))
 
     @classmethod
     def of(cls, settings: RedisSettings) -> RedisClient:
@@ -595,6 +638,19 @@ class RedisClient:
         """Query and return the addresses of all masters, in a fixed order."""
         async with self._deadline():
             return [node.address for node in await self._topology.masters()]
+
+    async def one_per_master(self, names: Iterable[str]) -> list[str]:
+        """Return the first of endless names for each master, by tables of one part."""
+        async with self._deadline():
+            missing, found = set(await self._topology.masters()), list[str]()
+            for name in names:
+                node = await self._topology.node_of(slot_of(f"{{{name}.0}}".encode()))
+                if node in missing:
+                    missing.remove(node)
+                    found.append(name)
+                if not missing:
+                    break
+            return found
 
     async def connect(self, address: Address) -> Connection:
         """Return a new, authenticated connection to a server, which belongs to the caller."""
@@ -694,6 +750,10 @@ class RedisClient:
                 text = f"{answer.status_code} {answer}" if answer.status_code else str(answer)
                 raise StorageIOError(f"redis answers: {text}{hint}")
         return answers
+
+
+async def _accept_server(_send: Exchange) -> None:
+    """Take any server as it is."""
 
 
 async def _all(askings: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:

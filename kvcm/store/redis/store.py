@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from heapq import merge
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
-from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
-from kvcm.store.store import LeaseState, Replacement
+from redis.exceptions import AskError, ResponseError
+
+from kvcm.store.redis.client import Argument, Exchange, RedisClient, Script, ScriptCall
+from kvcm.store.store import PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement
 
 __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 
@@ -126,8 +128,9 @@ _CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server existing document
 _END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
 _CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
 _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
-# Written by operators and by managers that start: few, and removing an instance begins with a new document.
-_ALWAYS = {"registry", "nodes"}
+# Written by operators and by managers that start: few, and removing an instance begins with a new document. Deletion
+# numbers, one a storage, come before bytes are deleted, and so before memory is freed.
+_ALWAYS = {"registry", "nodes", UNVERIFIED}
 
 
 class RedisTable:
@@ -141,12 +144,19 @@ class RedisTable:
 
     def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
         self._client = client
-        self._create = _CHANGE if name in _ALWAYS else _CREATE
-        self._create_together = _CHANGE_TOGETHER if name in _ALWAYS else _CREATE_TOGETHER
+        is_always_taken = name in _ALWAYS or name.startswith(PART)
+        self._create = _CHANGE if is_always_taken else _CREATE
+        self._create_together = _CHANGE_TOGETHER if is_always_taken else _CREATE_TOGETHER
         self._parts = range(shard_count)
         self._documents, self._due, self._versions, self._outcomes = (
             [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvo"
         )
+
+    @property
+    def document_key(self) -> bytes:
+        """Key of the documents of a table with one part."""
+        (key,) = self._documents
+        return key
 
     async def get(self, name: str) -> bytes | None:
         (document,) = await self._client.execute([(b"HGET", self._documents[self._part(name)], name.encode())])
@@ -229,6 +239,32 @@ class RedisStore:
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
         return RedisTable(self.client, name, shard_count)
+
+    async def parts(self) -> Sequence[str]:
+        """Return names of tables, one of them at least on each master."""
+        if not self.client.is_cluster:
+            return (PART,)
+        return await self.client.one_per_master(f"{PART}{number}" for number in count())
+
+    def on_new_server(self, greet: Callable[[ReadDocuments, float], Awaitable[None]]) -> None:
+        """Call `greet` before a server gets its first command that this process did not know as a master: it may be a
+        replica that lagged, or have loaded older data. It is given a way to read documents of `parts` there, and
+        the seconds that it may take; when it raises, the server gets no command, and is asked again."""
+
+        async def greet_server(send: Exchange) -> None:
+            async def read(part: str, names: Sequence[str]) -> Sequence[bytes | None] | None:
+                key = RedisTable(self.client, part, 1).document_key
+                (answer,) = await send([(b"HMGET", key, *(name.encode() for name in names))])
+                if isinstance(answer, AskError):  # or MovedError: another server has it
+                    return None
+                if isinstance(answer, ResponseError):
+                    raise answer  # it is loading, for example, and has all that later
+                found: Sequence[bytes | None] = answer
+                return found
+
+            await greet(read, self.client.settings.timeout_seconds / 2)  # within the call that needs the server
+
+        self.client.on_new_server = greet_server
 
     async def flush(self) -> None:
         """Return at once: a change is as durable as the server is configured when it is answered."""
