@@ -1,7 +1,7 @@
 """The open storages of this manager: opened, closed, enabled and disabled here, and read by every lookup and write.
 
-Invariant 1 depends on `rank`: it is None while a storage is disabled, DOWN or not open, and every change of that raises
-`generation`, so that caches of answers are invalidated.
+Invariant 1 depends on `rank`: it is None while a storage is disabled, DOWN, unverified or not open, and every change of
+that raises `generation`, so that caches of answers are invalidated. An unverified storage is written to nevertheless.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcm.model.mooncake import AllowedHosts, mooncake_hosts
 from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.storage.backend import StorageBackend
 from kvcm.storage.dummy import DummyStorage
-from kvcm.storage.file import FILE, HF3FS, PathType
+from kvcm.storage.file import FILE, HF3FS, FileStorage, PathType
 from kvcm.storage.file_slots import SlotReuse
 from kvcm.storage.health import StorageHealth
 from kvcm.storage.mempool import MempoolStorage, PoolOpener
@@ -49,6 +49,10 @@ class NodeView:
         """Return the speed rank of a storage (lower is faster), None while it is not available here."""
         rank = self._directory.rank(storage)
         return self._pools.get(storage) if rank is None else rank
+
+    def is_available(self, storage: str) -> bool:
+        """Return whether a storage can be written to and asked here, though its blocks may be unverified."""
+        return storage in self._pools or self._directory.is_available(storage)
 
     def is_writable(self, storage: str) -> bool:
         """Return whether a storage is expected to accept a new block."""
@@ -119,8 +123,8 @@ class StorageDirectory:
         self._ranks: dict[str, int] = {}
         # The bound method, so that a match costs no Python frame per block.
         self.rank: Callable[[str], int | None] = self._ranks.get
-        """Returns the speed rank of a storage (lower is faster), None while it is disabled, down or not open; and of a
-        memory pool, which is on some node only."""
+        """Returns the speed rank of a storage (lower is faster), None while it is disabled, down, unverified or not
+        open; and of a memory pool, which is on some node only."""
         self._pool_ranks: dict[str, int] = {}  # memory of single nodes
         self._pool_ranks_on: defaultdict[str, dict[str, int]] = defaultdict(dict)  # the same, by node
         self._nodes: dict[str, str] = {}  # of pools
@@ -129,7 +133,10 @@ class StorageDirectory:
         self._draining: set[str] = set()
         self._health: dict[str, StorageHealth] = {}
         self._writable: set[str] = set()  # enabled, usable, and expected to have space
+        self._unverified: set[str] = set()  # written to, and not read: what lies there may be other blocks' bytes
         self.generation = 0
+        self.doubts = 0
+        """How often the store was found older than a storage. Deletions that were read before are not carried out."""
 
     def open(self, config: StorageConfig) -> None:
         """Configure and open a storage, in place of an open one of the same name.
@@ -160,7 +167,10 @@ class StorageDirectory:
             return opener(config, self.cluster_id)
         if is_new:
             opener.make(config, self.cluster_id)
-        return opener(config, self.cluster_id, self.slot_reuse)
+        storage = opener(config, self.cluster_id, self.slot_reuse)
+        if self.slot_reuse.numbers is not None:
+            storage.doubt(is_new=is_new)
+        return storage
 
     async def prepare_in_thread(self, config: StorageConfig, *, is_new: bool) -> StorageBackend:
         """Do `prepare` without holding up the event loop.
@@ -184,12 +194,20 @@ class StorageDirectory:
             self._backends[name].close()
         self._backends[name] = backend
         self._forget_rank(name)
+        self._install_unverified(name, backend, previous)
         self._types[name] = config.storage_type
         if isinstance(config.spec, TairMemPoolStorageSpec) and config.spec.node_id:
             self._nodes[name] = config.spec.node_id
         self._health[name] = StorageHealth()  # another medium
         self.set_draining(name, is_draining=config.is_draining)
         self.set_enabled(name, enabled=config.is_available)
+
+    def _install_unverified(self, name: str, backend: StorageBackend, previous: StorageBackend | None) -> None:
+        """Hide the blocks of a path storage until it is compared, unless the same directory was compared before."""
+        path = backend if isinstance(backend, FileStorage) else None
+        is_same = path and isinstance(previous, FileStorage) and previous.directory == path.directory
+        if not is_same or name not in self._types:
+            (self._unverified.add if path and not path.is_verified else self._unverified.discard)(name)
 
     def _check_root(self, config: StorageConfig) -> None:
         if self._allowed_roots is None or not isinstance(config.spec, PathStorageSpec):
@@ -211,6 +229,21 @@ class StorageDirectory:
         else:
             self._enabled.discard(name)
         self._rebuild_ranks(name)
+
+    def set_verified(self, name: str, *, is_verified: bool) -> None:
+        """Let lookups answer the blocks of an open storage, or not; writes go there either way."""
+        if name in self._types and is_verified is (name in self._unverified):
+            (self._unverified.discard if is_verified else self._unverified.add)(name)
+            self._rebuild_ranks(name)
+
+    @property
+    def unverified(self) -> frozenset[str]:
+        """The open storages whose blocks no lookup answers, since they may have other bytes."""
+        return frozenset(self._unverified)
+
+    def path_storages(self) -> Mapping[str, FileStorage]:
+        """Return the open path storages by name, enabled or not."""
+        return {name: backend for name, backend in self._backends.items() if isinstance(backend, FileStorage)}
 
     def set_draining(self, name: str, *, is_draining: bool) -> None:
         """Keep new blocks off an open storage, or take them again; reads go on either way."""
@@ -243,7 +276,7 @@ class StorageDirectory:
             self._writable.discard(name)
 
     def _rebuild_ranks(self, name: str) -> None:
-        if name in self._enabled and self._health[name].is_usable:
+        if self._is_usable(name) and name not in self._unverified:
             for ranks in self._rank_tables(name):
                 ranks[name] = _SPEED_RANK[self._types[name]]
         else:
@@ -251,6 +284,9 @@ class StorageDirectory:
                 ranks.pop(name, None)
         self._update_writable(name)
         self.generation += 1
+
+    def _is_usable(self, name: str) -> bool:
+        return name in self._enabled and self._health[name].is_usable
 
     def _rank_tables(self, name: str) -> tuple[dict[str, int], ...]:
         node_id = self._nodes.get(name)
@@ -284,6 +320,7 @@ class StorageDirectory:
         self._enabled.discard(name)
         self._writable.discard(name)
         self._draining.discard(name)
+        self._unverified.discard(name)
         backend = self._backends.pop(name)
         backend.close()
         if not isinstance(backend, MempoolStorage):  # of a pool everything is in the store, until it is forgotten
@@ -307,6 +344,10 @@ class StorageDirectory:
     def health(self, storage: str) -> StorageHealth | None:
         """Return how an open storage is, enabled or not; None when there is none of that name."""
         return self._health.get(storage)
+
+    def is_available(self, storage: str) -> bool:
+        """Return whether a storage can be written to and asked, though its blocks may be unverified."""
+        return storage in self._ranks or (storage in self._unverified and self._is_usable(storage))
 
     def is_writable(self, storage: str) -> bool:
         """Return whether a storage is expected to accept a new block."""

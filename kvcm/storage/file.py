@@ -42,10 +42,13 @@ from kvcm.storage.file_slots import (
     SlotAllocator,
     SlotReuse,
     SlotsOfFile,
+    is_certain,
     is_complete,
     slots_by_file,
 )
 from kvcm.storage.threads import StorageThreads
+from kvcm.storage.witness import Witness
+from kvcm.store.numbers import DeletionNumbers, Witnessed
 
 __all__ = ["FILE", "HF3FS", "FileStorage", "PathType"]
 
@@ -65,6 +68,10 @@ class FileStorage:
         keys_per_file: parts that are packed into a file.
         makes_objects: whether files are made here, empty, before engines get their addresses.
         reuse: when slots of packed files are handed out again; None is never.
+
+    Attributes:
+        witness: of its packed files.
+        is_verified: false until its witness was compared with the store; only then may its blocks be served.
     """
 
     def __init__(
@@ -88,7 +95,10 @@ class FileStorage:
         self._probe_threads = StorageThreads(f"probe-{name}", _MOST_PROBES)
         self._probe_prefix = f"{PROBE_PREFIX}{secrets.token_hex(8)}-"
         self._probe_numbers = count()
-        self._files = PackedFiles(self.directory, FreeSlots(reuse if reuse is not None else SlotReuse()))
+        self._reuse = reuse if reuse is not None else SlotReuse()
+        self.witness = Witness(name, self.directory, self._threads, lambda: self._reuse.now())
+        self.is_verified = True
+        self._files = PackedFiles(self.directory, FreeSlots(self._reuse))
         self._slot_allocator = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
 
@@ -141,7 +151,25 @@ class FileStorage:
             raise self._failure(f"probe failed: {error}") from error
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
-        return await self._for_each_file(uris, self._files.delete)
+        numbers = self._reuse.numbers
+        if numbers is None or not any("blkid=" in uri for uri in uris):  # names of unpacked files are used once
+            return await self._for_each_file(uris, self._files.delete)
+        with self.witness.deleting():
+            await self.advance_witness(numbers, force=False)
+            return await self._for_each_file(uris, self._files.delete)
+
+    async def advance_witness(self, numbers: DeletionNumbers, *, force: bool = True) -> None:
+        """Do `Witness.advance`; without `force`, before bytes are deleted.
+
+        Raises:
+            StorageIOError: store or storage failed, or they are not of the same time.
+        """
+        try:
+            await self.witness.advance(numbers, force=force)
+        except OSError as error:
+            raise self._failure(str(error.strerror)) from error
+        except NoFolderError as error:
+            raise self._not_mounted() from error
 
     async def discard(self, uris: Sequence[str]) -> list[str | None]:
         return await self._for_each_file(uris, self._files.discard)
@@ -184,6 +212,36 @@ class FileStorage:
 
     async def exists(self, uris: Sequence[str]) -> list[bool]:
         return await self._run(lambda: self._exist([LocationUri.parse(uri) for uri in uris]))
+
+    async def verify(self, uris: Sequence[str], *, is_written: bool) -> list[bool]:
+        """Return per uri whether its slot is still its location's, though notes and metadata may be of different times.
+
+        Args:
+            uris: of parts.
+            is_written: whether the bytes have to be there, too.
+
+        Raises:
+            StorageIOError: the storage failed.
+        """
+        there = await self.exists(uris) if is_written else [True] * len(uris)
+        certain = await self._run(lambda: list(map(is_certain, map(LocationUri.parse, uris))))
+        return [is_there and is_its for is_there, is_its in zip(there, certain, strict=True)]
+
+    async def read_witness(self) -> Witnessed | None:
+        """Return what the witness says, None without one.
+
+        Raises:
+            StorageIOError: the storage failed.
+        """
+        return await self._run_on(self._probe_threads, self.witness.read)
+
+    def doubt(self, *, is_new: bool) -> None:
+        """Have the storage compared with the store before its blocks are served, but for one that is being added and
+        has no witness. Blocks."""
+        try:
+            self.is_verified = is_new and self.witness.read() is None
+        except (NoFolderError, OSError):
+            self.is_verified = False
 
     def _exist(self, uris: Sequence[LocationUri]) -> list[bool]:
         found = list(map(is_complete, uris))
@@ -249,6 +307,7 @@ class FileStorage:
         """Go on with the same files, whose free slots stay free unless files are packed otherwise by now."""
         if isinstance(previous, FileStorage) and previous.directory == self.directory:
             self._files, previous._is_succeeded = previous._files, True
+            self.witness = previous.witness
             self._slot_allocator = SlotAllocator(self._name, self._files, self._threads)
             if previous._keys_per_file != self._keys_per_file:
                 self._files.free.clear()

@@ -44,6 +44,7 @@ from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Parts, StoredObject, slot_count
 from kvcm.storage.file_objects import NEW_SUFFIX, NOTES_SUFFIX, make_folders, remove_objects, write_all
 from kvcm.storage.threads import StorageThreads
+from kvcm.store.numbers import DeletionNumbers
 
 __all__ = [
     "FreeSlots",
@@ -54,6 +55,7 @@ __all__ = [
     "SlotReuse",
     "SlotsOfFile",
     "deleted_slots",
+    "is_certain",
     "is_complete",
     "notes_path",
     "record_deleted_slots",
@@ -107,11 +109,13 @@ class SlotReuse:
         grace_seconds: after their metadata is gone; 0 means never.
         now: seconds, never running backwards.
         term: number of the term for which this manager leads, None while it does not lead: then others delete.
+        numbers: of the metadata store, for the witnesses of deletions; None is without.
     """
 
     grace_seconds: float = 0.0
     now: Callable[[], float] = _no_time
     term: Callable[[], int | None] = _no_term
+    numbers: DeletionNumbers | None = None
 
 
 class Pool(NamedTuple):
@@ -657,6 +661,21 @@ def is_complete(uri: LocationUri) -> bool:
         return False
     # A slot that was punched out still lies inside its file.
     return uri.blkid is None or _is_owner(slot_owners(uri.path), uri.blkid, uri.location_id)
+
+
+def is_certain(uri: LocationUri) -> bool:
+    """Return whether a slot is still its location's, by notes that may be older or newer than the metadata.
+
+    One that was handed out again has a note of that. Without one the storage was put back, and the slot is that of
+    another location, unless its file was made again by a late writer: then its bytes are given up for nothing. Blocks.
+
+    Raises:
+        OSError: the storage failed.
+    """
+    if uri.blkid is None:
+        return True
+    owners = slot_owners(uri.path)
+    return _is_owner(owners, uri.blkid, uri.location_id) and (uri.location_id is None or uri.blkid in owners)
 
 
 def _is_owner(owners: Mapping[int, str], slot: int, location_id: str | None) -> bool:

@@ -1,0 +1,117 @@
+"""The witness of a path storage: beside its packed files it says how new the metadata was when slots were deleted last.
+
+A slot that is deleted reads as zeros, and later as another block. Metadata from before that, of a backup, an older
+dump or a replica that lagged, still names it; so does metadata of now where the storage itself was put back. Before a
+slot is deleted, the store gets a larger deletion number and then the witness the same (`kvcm.store.numbers`): which of
+the two is older can be seen from then on.
+
+Nothing is written for files of one part: their names are never used twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from kvcm.model.errors import StorageIOError
+from kvcm.storage.file_objects import NEW_SUFFIX, opened_folder, write_all
+from kvcm.storage.threads import StorageThreads
+from kvcm.store.numbers import DeletionNumbers, Witnessed, decode_witness, encode_witness
+
+__all__ = ["Witness"]
+
+_PREFIX: Final = ".kvcm-witness-"
+_MOST_BYTES: Final = 1 << 20
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_MICROSECONDS: Final = 1_000_000
+
+
+class Witness:
+    """The witness of one storage.
+
+    Args:
+        storage: its name; two storages may share a directory.
+        directory: of the deployment.
+        threads: where the medium is asked.
+        now: unix seconds.
+    """
+
+    def __init__(self, storage: str, directory: str, threads: StorageThreads, now: Callable[[], float]) -> None:
+        self._storage = storage
+        self._directory = directory
+        self._name = _PREFIX + storage
+        self._threads = threads
+        self._now = now
+        self._advancing = asyncio.Lock()
+        self._deletions: set[asyncio.Future[None]] = set()
+
+    def read(self) -> Witnessed | None:
+        """Return what it says, None where there is none. Blocks.
+
+        Raises:
+            NoFolderError: the deployment's directory is not there.
+            OSError: the storage failed.
+        """
+        with opened_folder(self._directory) as folder:
+            try:
+                descriptor = os.open(self._name, _READ, dir_fd=folder)
+            except FileNotFoundError:
+                return None
+            with os.fdopen(descriptor, "rb") as file:
+                return decode_witness(file.read(_MOST_BYTES))
+
+    def _write(self, witnessed: Witnessed) -> None:
+        with opened_folder(self._directory) as folder:
+            descriptor = os.open(self._name + NEW_SUFFIX, _WRITE, 0o600, dir_fd=folder)
+            try:
+                write_all(descriptor, encode_witness(witnessed))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(self._name + NEW_SUFFIX, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    async def advance(self, numbers: DeletionNumbers, *, force: bool = False) -> None:
+        """Give store and witness a larger number. What was marked as deleting before may be deleted now.
+
+        Args:
+            numbers: of the store.
+            force: also where one of the two is older: everything there was verified.
+
+        Raises:
+            StorageIOError: they are not of the same time, or one of them failed.
+            NoFolderError: the deployment's directory is not there.
+            OSError: the storage failed.
+        """
+        async with self._advancing:
+            witnessed = await self._threads.run(self.read)
+            least = int(self._now() * _MICROSECONDS)
+            given = await numbers.advance(self._storage, least, witnessed or {}, force=force)
+            if given is None:
+                raise StorageIOError(
+                    f"storage {self._storage}: its packed files and the metadata are not of the same time: nothing of "
+                    "them is deleted until the leader has verified them"
+                )
+            await self._threads.run(lambda: self._write(given))
+            await numbers.confirm(self._storage, witnessed or {}, given)
+
+    @contextmanager
+    def deleting(self) -> Iterator[None]:
+        """Count a deletion while the context lasts."""
+        done = asyncio.get_running_loop().create_future()
+        self._deletions.add(done)
+        try:
+            yield
+        finally:
+            self._deletions.remove(done)
+            done.set_result(None)
+
+    async def deletions_ended(self, seconds: float) -> bool:
+        """Wait for the deletions in flight, which may be of metadata that was rolled back; return whether all ended."""
+        if not self._deletions:
+            return True
+        _, running = await asyncio.wait(set(self._deletions), timeout=seconds)
+        return not running
