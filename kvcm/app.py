@@ -52,6 +52,7 @@ from kvcm.serving import (
 from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.mempool import PoolOpener
 from kvcm.store.load_progress import LoadProgress
+from kvcm.store.numbers import DeletionNumbers
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
@@ -230,6 +231,7 @@ class Manager:
                 openers,
                 allowed_hosts=_allowed_hosts(settings, document),
             )
+            storages.slot_reuse.numbers = DeletionNumbers(store)
             stack.callback(storages.close_all)
             audit_log = AuditLog(settings.audit_log_file)
             audit = AuditTrail(audit_log.record, self._clock)
@@ -265,6 +267,7 @@ class Manager:
                 audit_log=audit_log,
             )
             await components.cache.load()
+            await components.verification.check()
             stack.push_async_callback(components.events.close)
             yield components
 

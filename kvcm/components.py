@@ -38,6 +38,7 @@ from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.reclaim.needs import Limits, WatermarkCheck
 from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer, WakeBroadcast
 from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
+from kvcm.reclaim.verification import StorageVerification
 from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
@@ -236,6 +237,7 @@ _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_TASK_SECONDS = 0.5  # a round reads every shard of every instance
 _RECOUNT_SECONDS = 1.0
 _POOLS_SECONDS = 2.0
+_UNVERIFIED_SECONDS = 0.5  # an import waits for several of it
 
 
 class WritePressure:
@@ -324,6 +326,7 @@ class _ComponentFactory:
             events=events,
             is_configured=is_configured,
             turns=turns,
+            doubts=lambda: self.storages.doubts,
         )
         deletions.serve(cache)
         return deletions
@@ -347,6 +350,13 @@ class _ComponentFactory:
     def garbage(self, source: GarbageSource, changes: ChangeEvents) -> GarbageCollector:
         rate = self.settings.garbage_blocks_per_second
         return GarbageCollector(source, self.storages, self.clock, blocks_per_second=rate, on_marked=changes.removed)
+
+    def verification(self, garbage: GarbageCollector) -> StorageVerification:
+        store, leadership = self.metadata.store, self.leadership
+        verification = StorageVerification(self.storages, store, garbage, self.clock, lambda: leadership.is_leader)
+        if isinstance(store, RedisStore):
+            store.on_new_server(verification.on_new_server)
+        return verification
 
     def drains(self, cache: CacheManager, remover: Remover, turns: Pacer) -> StorageDrains:
         return StorageDrains(
@@ -400,6 +410,7 @@ class Components:
         reclaimer: evicts above watermarks.
         deletions: deletes bytes and metadata.
         garbage: finds blocks without their prefix or bytes.
+        verification: keeps blocks from lookups whose slots may be others' after a restore, and finds those that are.
         scrubber: finds orphans: bytes without metadata.
         drains: empties storages, and forgets the blocks of removed ones.
         purges: forgets the blocks of memory pools that are gone.
@@ -424,6 +435,7 @@ class Components:
     reclaimer: Reclaimer
     deletions: DeletionExecutor
     garbage: GarbageCollector
+    verification: StorageVerification
     scrubber: StorageScrubber
     drains: StorageDrains
     purges: PoolPurges
@@ -470,6 +482,7 @@ class Components:
         source, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
         scrubber = StorageScrubber(source, storages, clock, storages.cluster_id)
         drains, view = factory.drains(cache, remover, turns), UsageView(cache, registry, deletions)
+        garbage = factory.garbage(source, changes)
         return cls(
             settings=settings,
             metadata=metadata,
@@ -480,7 +493,8 @@ class Components:
             cache=cache,
             reclaimer=reclaimer,
             deletions=deletions,
-            garbage=factory.garbage(source, changes),
+            garbage=garbage,
+            verification=factory.verification(garbage),
             scrubber=scrubber,
             drains=drains,
             purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
@@ -511,6 +525,8 @@ class Components:
             ("reclaim", partial(self.reclaimer.run, lambda: self.leadership.is_leader)),
             ("deletions", partial(self.deletions.run, task_seconds, lambda: self.leadership.is_leader)),
             ("garbage", partial(self.garbage.run, lambda: self.leadership.is_leader)),
+            ("unverified", partial(_every, _UNVERIFIED_SECONDS, self.verification.check)),
+            ("verification", partial(_every, _UNVERIFIED_SECONDS, self._if_leader(self.verification.verify))),
             ("events", self.events.run),
             ("loop_lag", self.counts.lag.run),
             ("alerts", self.alerts.run),

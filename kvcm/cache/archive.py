@@ -29,8 +29,9 @@ the size, chunks are bytes).
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from struct import Struct
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar
@@ -55,7 +56,7 @@ from kvcm.registry.api_keys import ImportedKey
 from kvcm.registry.document_cache import DocumentCache, decode_document, encode_document
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import check_global_quota, check_group, check_instance, check_storage, most_shards
-from kvcm.store.store import Store
+from kvcm.store.store import UNVERIFIED, Store
 
 __all__ = [
     "KINDS",
@@ -736,6 +737,7 @@ def _without_sessions_and_pins(record: BlockRecord) -> BlockRecord | None:
 # Imports.
 
 _TOUCHES_AT_ONCE = 64
+_MANAGERS_SEE_SECONDS = 2.0  # they look every half second
 
 
 @dataclass(slots=True)
@@ -773,6 +775,7 @@ class Importer:
         store_kind: memory, rocksdb or redis: what groups may name.
         dry_run: whether to write nothing, and only tell what would be.
         progress: called with the number of records read.
+        pause: waits some seconds.
 
     Attributes:
         imported: what was done so far.
@@ -790,11 +793,13 @@ class Importer:
         *,
         dry_run: bool = False,
         progress: Callable[[int], None] = lambda _done: None,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._registry = registry
         self._new_backend = new_backend
         self._usage = usage
         self._store = store
+        self._pause = pause
         self._group_name = group_name
         self._store_kind = store_kind
         self._dry_run = dry_run
@@ -976,6 +981,7 @@ class Importer:
         # A shared store that was scanned while it changed may have given a block twice.
         absent = {row.key: row for row, record in zip(rows, there, strict=True) if record is None}
         if not self._dry_run and absent:
+            await self._mark_unverified(absent.values())
             written = await backend.write_many([Change(row.key, None, row.record) for row in absent.values()])
             for key in written.lost:  # somebody stored it this very moment
                 absent.pop(key, None)
@@ -984,6 +990,20 @@ class Importer:
             await self._store.flush()
         self.imported.stored[instance.instance_id] += len(absent)
         self.imported.skipped[instance.instance_id] += len(rows) - len(absent)
+
+    async def _mark_unverified(self, rows: Iterable[Row]) -> None:
+        """Have the packed locations of rows verified before they are served: their storages went on after the export.
+
+        Each time anew, so that no verification ends which began before these rows were there.
+        """
+        places = (place for row in rows for place in row.record.locations)
+        marks, is_new = self._store.table(UNVERIFIED), False
+        for name in {place.storage for place in places if b"blkid=" in place.chunk}:
+            before = await marks.get(name)
+            await marks.replace(name, before, secrets.token_bytes(16))
+            is_new = is_new or before is None
+        if is_new and self._store.is_shared:
+            await self._pause(_MANAGERS_SEE_SECONDS)
 
     async def _report_exceeded(self) -> None:
         for group in self._groups.values():

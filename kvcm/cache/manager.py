@@ -23,7 +23,7 @@ from kvcm.cache.prefix_match import (
 from kvcm.cache.quotas import Ledger, LimitCache, UsageLedger
 from kvcm.cache.read_leases import ReadLease, ReadLeases
 from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover
-from kvcm.cache.write_plan import NodeStorages
+from kvcm.cache.write_plan import NodeStorages, Storages
 from kvcm.cache.write_sessions import (
     NO_HINT,
     FinishedWrite,
@@ -40,7 +40,7 @@ from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import IndexHandle
-from kvcm.index.search_cache import CacheBudget, StorageView
+from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
@@ -214,12 +214,12 @@ class CacheManager:
             self._observer.on_lookup(cache.instance, query, found)
         return found
 
-    def _check_readable(self, cache: InstanceCache, view: StorageView) -> None:
+    def _check_readable(self, cache: InstanceCache, view: Storages) -> None:
         group = self._groups.get(cache.instance.instance_group_name)
         if group is None:  # it was removed; its blocks are readable as long as they are there
             return
         for name in group.storage_candidates:
-            if view.rank(name) is not None:
+            if view.rank(name) is not None or view.is_available(name):  # the first nearly always, without a frame
                 return
         raise NotReadyError(f"no storage of group {group.name!r} is available: {list(group.storage_candidates)}")
 

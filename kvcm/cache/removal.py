@@ -372,7 +372,7 @@ class MissingParts:
         backend = self._storages.backend(storage)
         if backend is None:
             raise StorageIOError(f"storage {storage!r} is not open: whether the bytes are missing cannot be asked")
-        if self._storages.rank(storage) is None:
+        if not self._storages.is_available(storage):
             raise StorageIOError(f"storage {storage!r} is not available: whether the bytes are missing cannot be asked")
         try:
             async with asyncio.timeout(_CHECK_TIMEOUT_SECONDS):

@@ -39,6 +39,9 @@ __all__ = [
 class Storages(StorageView, Protocol):
     """The open storages."""
 
+    def is_available(self, storage: str) -> bool:
+        """Return whether a storage can be written to, though its blocks may be unverified and not read."""
+
     def is_writable(self, storage: str) -> bool:
         """Return whether a new block can be expected to find space on a storage."""
 
@@ -76,7 +79,7 @@ def candidates(group: InstanceGroup, storages: Storages) -> list[StorageKey]:
     available = [
         StorageKey(name, storage_type)
         for name in group.storage_candidates
-        if storages.rank(name) is not None
+        if storages.is_available(name)
         and not storages.is_draining(name)
         and (storage_type := storages.type_of(name)) is not None
     ]
@@ -173,7 +176,7 @@ def _none_draining(_storage: str) -> bool:
 def missing_specs(
     record: BlockRecord | None,
     wanted: Specs,
-    view: StorageView,
+    view: Storages,
     min_replica_count: int,
     is_leaving: Callable[[str], bool] = _none_draining,
 ) -> Specs:
@@ -191,11 +194,12 @@ def missing_specs(
     writing: set[str] = set()
     replicas: Counter[str] = Counter()
     for location in record.locations:
-        if view.rank(location.storage) is None:
+        is_readable = view.rank(location.storage) is not None
+        if not is_readable and not view.is_available(location.storage):
             continue
         if location.status is LocationStatus.WRITING:
             writing.update(location.spec_names)
-        elif location.status is LocationStatus.SERVING and not is_leaving(location.storage):
+        elif is_readable and location.status is LocationStatus.SERVING and not is_leaving(location.storage):
             replicas.update(location.spec_names)
     return tuple(info for info in wanted if info.name not in writing and replicas[info.name] < min_replica_count)
 

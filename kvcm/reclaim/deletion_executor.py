@@ -331,6 +331,7 @@ class Deletions:
         is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
             more lose their metadata only; one that is not open here fails.
         turns: lets one slice of background work run at a time.
+        doubts: returns how often the store was found rolled back.
     """
 
     def __init__(
@@ -340,7 +341,9 @@ class Deletions:
         workers_per_storage: int,
         is_configured: Callable[[str], bool],
         turns: Pacer,
+        doubts: Callable[[], int],
     ) -> None:
+        self.doubts = doubts
         self._storages = storages
         self._is_configured = is_configured
         self._clock = clock
@@ -394,12 +397,20 @@ class Deletions:
             if count := workers.fail_late():
                 _log.warning("deletion_hangs", storage=storage, count=count, retry_seconds=workers.pause_seconds)
 
-    def submit(self, handle: IndexHandle, items: Sequence[DeletionItem]) -> None:
-        """Delete started items in the background; they are released when they are done or postponed."""
+    def submit(self, handle: IndexHandle, items: Sequence[DeletionItem], doubts: int) -> None:
+        """Delete started items in the background; they are released when they are done or postponed.
+
+        Args:
+            handle, items: what to delete.
+            doubts: how often the store was rolled back when the records were read. If it was once more, they are read
+                again: what they had marked may be serving.
+        """
         for storage, of_storage in _by_storage(items).items():
             seconds = self._seconds_to_wait(storage, self._in_flight_of[handle.uid][storage])
             for batch in slices(of_storage, self._batch_size):
-                work = self.postpone(handle, batch, seconds) if seconds else self._delete(handle, storage, batch)
+                work = (
+                    self.postpone(handle, batch, seconds) if seconds else self._delete(handle, storage, batch, doubts)
+                )
                 task = asyncio.create_task(work)
                 self._tasks.add(task)
                 task.add_done_callback(partial(self._on_task_done, batch))
@@ -445,9 +456,11 @@ class Deletions:
             return workers.pause_seconds
         return workers.seconds_for(in_flight + workers.postponed_count)
 
-    async def _delete(self, handle: IndexHandle, storage: str, items: Sequence[DeletionItem]) -> None:
+    async def _delete(self, handle: IndexHandle, storage: str, items: Sequence[DeletionItem], doubts: int) -> None:
         workers = self._workers_of(storage)
         async with workers.slot(len(items)):
+            if doubts != self.doubts():
+                return
             backend = self._storages.backend(storage)
             # A batch that waited here while another one failed waits for the end of the pause.
             is_called = not self._is_removed(storage) and not workers.pause_seconds
@@ -574,6 +587,7 @@ class DeletionExecutor:
         is_configured: whether there is a storage of a name, open here or not. Items on one that is not configured any
             more lose their metadata only; one that is not open here is tried again. By default every storage is open.
         turns: shared with other background work; by default a slice runs every turn.
+        doubts: returns how often the store was found rolled back; deletions that were read before are not carried out.
     """
 
     def __init__(
@@ -584,6 +598,7 @@ class DeletionExecutor:
         events: EventLog | None = None,
         is_configured: Callable[[str], bool] = lambda _storage: False,
         turns: Pacer | None = None,
+        doubts: Callable[[], int] = lambda: 0,
     ) -> None:
         self._clock = clock
         self._provider: IndexProvider | None = None
@@ -593,6 +608,7 @@ class DeletionExecutor:
             workers_per_storage=workers_per_storage,
             is_configured=is_configured,
             turns=turns or Pacer(1),
+            doubts=doubts,
         )
         self._events = ChangeEvents(events if events is not None else EventLog())
         self._woken = asyncio.Event()
@@ -701,7 +717,7 @@ class DeletionExecutor:
 
     async def _scan_due(self, handle: IndexHandle) -> int:
         """Handle the earliest due blocks of an index; return 0 when nothing new is due."""
-        now = self._clock.now()
+        now, doubts = self._clock.now(), self._deletions.doubts()
         keys = await handle.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(handle.uid))
         found = _Found()
         try:
@@ -714,7 +730,7 @@ class DeletionExecutor:
             self._deletions.release(found.items)
             raise
         self._deletions.release(held)
-        self._deletions.submit(handle, _without(found.items, held))
+        self._deletions.submit(handle, _without(found.items, held), doubts)
         return found.count
 
     async def _gather(self, handle: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:

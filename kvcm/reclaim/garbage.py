@@ -17,6 +17,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from typing import Final, NamedTuple, Protocol
 
@@ -24,12 +25,12 @@ import structlog
 
 from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
-from kvcm.model.errors import KvcmError, StorageIOError, UnknownInstanceError
+from kvcm.model.errors import KvcmError, NotReadyError, StorageIOError, UnknownInstanceError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
 from kvcm.reclaim.background import StorageProvider
 from kvcm.reclaim.victims import newly_deleting
-from kvcm.storage.backend import StorageBackend
+from kvcm.storage.file import FileStorage
 
 __all__ = [
     "GRACE_SECONDS",
@@ -38,6 +39,7 @@ __all__ = [
     "GarbageReport",
     "LostLocations",
     "OrphanChain",
+    "SlotReport",
     "orphans",
     "without_lost",
 ]
@@ -216,28 +218,37 @@ class _Part(NamedTuple):
     uri: str
 
 
-async def _locations_without_bytes(
-    index: MetaIndex, keys: Sequence[int], storages: StorageProvider
+_Query = Callable[[Sequence[str]], Awaitable[list[bool]]]
+"""Returns per uri whether its bytes are there."""
+
+
+async def _lost_locations(
+    index: MetaIndex, keys: Sequence[int], query_of: Callable[[Location], _Query | None]
 ) -> list[LostLocations]:
-    """Ask the storages of some blocks for their bytes. Of a storage that is not open nothing is known.
+    """Ask the storages of some blocks for their bytes.
+
+    Args:
+        index, keys: the blocks.
+        query_of: returns how a location is asked for, always the same for a storage and a status; None for not at all.
 
     Raises:
         StorageIOError: a storage cannot be asked.
     """
-    parts: defaultdict[str, list[_Part]] = defaultdict(list)
+    parts: defaultdict[tuple[str, LocationStatus], list[_Part]] = defaultdict(list)
+    queries: dict[tuple[str, LocationStatus], _Query] = {}
     for key, record in zip(keys, await index.get(keys), strict=True):
         for location in record.locations if record is not None else ():
-            if location.status is LocationStatus.SERVING:
+            query = query_of(location)
+            if query is not None:
+                queries[location.storage, location.status] = query
                 uris = (spec.uri for spec in decode_chunk(location.chunk).specs if spec.uri)
-                parts[location.storage] += [_Part(key, location.id, uri) for uri in uris]
+                parts[location.storage, location.status] += [_Part(key, location.id, uri) for uri in uris]
     lost: defaultdict[int, set[str]] = defaultdict(set)
-    for storage, checked in parts.items():
-        backend = storages.backend(storage)
-        if backend is not None:
-            there = await _find_missing(storage, backend, [part.uri for part in checked])
-            for part, exists in zip(checked, there, strict=True):
-                if not exists:
-                    lost[part.key].add(part.location_id)
+    for asked, checked in parts.items():
+        there = await _find_missing(asked[0], queries[asked], [part.uri for part in checked])
+        for part, exists in zip(checked, there, strict=True):
+            if not exists:
+                lost[part.key].add(part.location_id)
     return [LostLocations(key, frozenset(ids)) for key, ids in lost.items()]
 
 
@@ -266,10 +277,22 @@ def without_lost(
     return old._replace(locations=tuple(map(mark, old.locations)))
 
 
-async def _find_missing(storage: str, backend: StorageBackend, uris: Sequence[str]) -> list[bool]:
+def _without_lost_writes(old: BlockRecord | None, lost_ids: Collection[str], due: float) -> BlockRecord | None:
+    """Return the record with lost locations that are being written marked as deleting, as an abort does."""
+
+    def mark(location: Location) -> Location:
+        if location.status is not LocationStatus.WRITING or location.id not in lost_ids:
+            return location
+        return location._replace(status=LocationStatus.DELETING, deadline=due)
+
+    locations = tuple(map(mark, old.locations)) if old is not None else ()
+    return old if old is None or locations == old.locations else old._replace(locations=locations)
+
+
+async def _find_missing(storage: str, exist: _Query, uris: Sequence[str]) -> list[bool]:
     try:
         async with asyncio.timeout(_QUERY_SECONDS):
-            return await backend.exists(uris)
+            return await exist(uris)
     except TimeoutError:
         raise StorageIOError(f"storage {storage!r} did not answer within {_QUERY_SECONDS:g} s: try again") from None
     except KvcmError:
@@ -330,6 +353,13 @@ class GarbageReport:
     without_prefix: int = 0
     expired_sessions: int = 0
     freed_bytes: int = 0
+
+
+class SlotReport(NamedTuple):
+    """What a verification of slots found: blocks that were looked at, and locations that were given up."""
+
+    blocks: int
+    lost: int
 
 
 class GarbageCollector:
@@ -455,6 +485,37 @@ class GarbageCollector:
             await self._provider.flush()
         return GarbageReport(**counts)
 
+    # ── after a restore ──
+
+    async def verify_slots(self, name: str, storage: FileStorage, is_current: Callable[[], bool]) -> SlotReport:
+        """Give up the locations on a storage whose slots of packed files are not theirs any more.
+
+        Args:
+            name: of the storage.
+            storage: as it is open.
+            is_current: whether to go on, asked again and again.
+
+        Raises:
+            NotReadyError: it was not to go on.
+            StorageIOError: the store or a storage failed; blocks marked by then stay marked.
+        """
+
+        def is_its(location: Location) -> _Query | None:
+            if location.storage != name or location.status is LocationStatus.DELETING:
+                return None
+            return partial(storage.verify, is_written=location.status is LocationStatus.SERVING)
+
+        counts: Counter[str] = Counter(blocks=0, without_bytes=0)
+        for handle in self._current():
+            async for batch in handle.meta_index.scan(_SLICE):
+                if not is_current():
+                    raise NotReadyError("what is verified changed meanwhile: it is verified again")
+                counts["blocks"] += len(batch)
+                counts += await self._give_up(handle, batch, is_its, dry_run=False)
+                await self._pause(len(batch) / _CHECKED_PER_SECOND)
+        await self._provider.flush()
+        return SlotReport(counts["blocks"], counts[_WITHOUT_BYTES])
+
     # ── blocks whose prefix is gone ──
 
     async def _scan(self, handle: IndexHandle, keys: Sequence[int]) -> None:
@@ -508,7 +569,22 @@ class GarbageCollector:
     # ── locations whose bytes are missing ──
 
     async def _check_bytes(self, handle: IndexHandle, keys: Sequence[int], *, dry_run: bool) -> Counter[str]:
-        lost = await _locations_without_bytes(handle.meta_index, keys, self._storages)
+        return await self._give_up(handle, keys, self._exist, dry_run=dry_run)
+
+    def _exist(self, location: Location) -> _Query | None:
+        """Ask only for what serves; of a storage that is not open nothing is known."""
+        backend = self._storages.backend(location.storage) if location.status is LocationStatus.SERVING else None
+        return None if backend is None else backend.exists
+
+    async def _give_up(
+        self,
+        handle: IndexHandle,
+        keys: Sequence[int],
+        query_of: Callable[[Location], _Query | None],
+        *,
+        dry_run: bool,
+    ) -> Counter[str]:
+        lost = await _lost_locations(handle.meta_index, keys, query_of)
         if not lost:
             return Counter()
         changes = await self._without(handle, lost, dry_run=dry_run)
@@ -521,12 +597,14 @@ class GarbageCollector:
     async def _without(self, handle: IndexHandle, lost: Sequence[LostLocations], *, dry_run: bool) -> list[Change]:
         instance, ids = handle.instance, {each.key: each.location_ids for each in lost}
         due = self._clock.now() + self._provider.delay_seconds(instance)
+
+        def change(key: int, old: BlockRecord | None) -> BlockRecord | None:
+            return without_lost(_without_lost_writes(old, ids[key], due), ids[key], instance, due)
+
         if dry_run:
             records = zip(ids, await handle.meta_index.get(list(ids)), strict=True)
-            return [Change(key, old, without_lost(old, ids[key], instance, due)) for key, old in records]
-        return await handle.meta_index.read_modify_write(
-            ids, lambda key, old: without_lost(old, ids[key], instance, due)
-        )
+            return [Change(key, old, change(key, old)) for key, old in records]
+        return await handle.meta_index.read_modify_write(ids, change)
 
     def _report(self, instance: Instance, changes: Sequence[Change], kind: str) -> int:
         """Report marked blocks, and return their bytes."""

@@ -219,6 +219,7 @@ class AlertWatch:
             refused=self._recent_refusals(),
             mismatches=self._mismatches.growth(sources.cache.missing.mismatches),
             drains=shared.drains,
+            unverified=sources.storages.unverified,
             node_id=leadership.node_id,
             leader=leadership.leader_node_id,
             leaders=[each.endpoint.node_id for each in self.managers() if each.vitals and each.vitals.is_leader],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -113,6 +113,7 @@ class AlertInputs:
         refused: writes rejected lately for lack of space, by group.
         mismatches: wrong checksums reported lately, by group and storage.
         drains: and removals.
+        unverified: storages whose blocks no lookup answers until they are verified.
         node_id: of this manager.
         leader: node id of the leader, "" for none.
         leaders: managers that say that they lead.
@@ -134,6 +135,7 @@ class AlertInputs:
     refused: Mapping[str, int] = field(default_factory=dict)
     mismatches: Mapping[tuple[str, str], int] = field(default_factory=dict)
     drains: Sequence[DrainStatus] = ()
+    unverified: Collection[str] = ()
     node_id: str = ""
     leader: str = ""
     leaders: Sequence[str] = ()
@@ -563,6 +565,15 @@ def storage_alerts(facts: AlertInputs) -> Iterator[Alert]:
             summary=f"Storage {name} returned wrong bytes to group {group} {_times(count)} in the last 5 minutes.",
             reason="Checksums of the bytes read differ from those of their writers.",
             advice="Disable the storage and look at its medium; the blocks concerned are removed already.",
+        )
+    for name in sorted(facts.unverified):
+        yield _storage_alert(
+            name="KvcmStorageUnverified",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"Storage {name} is unverified: its blocks are not read.",
+            reason="It and the metadata store are not of the same time: one was restored, rolled back or failed over.",
+            advice="Wait: the leader verifies its blocks, and forgets those whose bytes are others' by now.",
         )
     for drain in facts.drains:
         if drain.reason and drain.state is not DrainState.DRAIN_DONE:

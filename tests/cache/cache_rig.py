@@ -53,6 +53,9 @@ class TableView:
     def type_of(self, storage: str) -> StorageType | None:
         return self.types.get(storage)
 
+    def is_available(self, storage: str) -> bool:
+        return storage in self.ranks
+
     def is_writable(self, storage: str) -> bool:
         return storage not in self.full
 

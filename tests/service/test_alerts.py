@@ -264,6 +264,7 @@ DRAIN = usage_values.DrainStatus("disk", False, usage_values.DrainState.DRAIN_RU
         ("KvcmStorageOversubscribed", of_usage(oversubscription=2.25), "2.25 times"),
         ("KvcmDeletionsFail", LATE, "4 locations wait, 7 attempts failed, 0 hang."),
         ("KvcmChecksumMismatch", {"mismatches": {("g", "disk"): 2}}, "returned wrong bytes to group g 2 times"),
+        ("KvcmStorageUnverified", {"unverified": {"disk"}}, "disk is unverified: its blocks are not read."),
         ("KvcmDrainWaits", {"drains": (DRAIN,)}, "disk waits, 1.0 GiB are left. 3 locations are pinned."),
     ],
 )
