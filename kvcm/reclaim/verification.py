@@ -74,7 +74,7 @@ class StorageVerification:
             return  # one of the marks may be gone
         for name, storage in self.storages.path_storages().items():
             if name in marks:
-                self._hide(name, "it is marked as unverified")
+                self._hide(name, self._reasons.get(name, "it is marked as unverified"))
             elif name in self.storages.unverified:
                 await self._compare(name, storage, doubts)
 

@@ -17,6 +17,7 @@ import pytest
 from drill_stores import DrillStore, kvcm
 from manager_site import running
 from redis_servers import Standalone
+from waiting import until
 from world import World
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -50,6 +51,7 @@ def test_an_import_that_is_killed_is_run_again(
     assert verified.returncode == 0, verified.stdout
     source.wipe()
     with running(target.manager):
+        until(lambda: len(world.places(target.manager)) == len(world.written), "blocks are verified after an import")
         assert world.seen(target.manager) == before
 
 

@@ -8,6 +8,7 @@ import pytest
 from drill_stores import DrillStore, kvcm, run_drill
 from manager_site import running
 from redis_servers import Standalone
+from waiting import until
 from world import World
 
 from kvcm.model.uri import LocationUri
@@ -33,6 +34,7 @@ def test_a_wiped_store_comes_back_on_another_kind_of_store(
     assert "restored and checked in" in drilled.stdout
     source.wipe()
     with running(target.manager):
+        until(lambda: len(world.places(target.manager)) == len(world.written), "blocks are verified after an import")
         assert world.seen(target.manager) == before
         world.write(target.manager, range(61, 71))
         world.unpin(target.manager, 30)
