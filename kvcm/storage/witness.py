@@ -21,9 +21,9 @@ from kvcm.storage.file_objects import NEW_SUFFIX, opened_folder, write_all
 from kvcm.storage.threads import StorageThreads
 from kvcm.store.numbers import DeletionNumbers, Witnessed, decode_witness, encode_witness
 
-__all__ = ["Witness"]
+__all__ = ["WITNESS_PREFIX", "Witness"]
 
-_PREFIX: Final = ".kvcm-witness-"
+WITNESS_PREFIX: Final = ".kvcm-witness-"
 _MOST_BYTES: Final = 1 << 20
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -43,10 +43,11 @@ class Witness:
     def __init__(self, storage: str, directory: str, threads: StorageThreads, now: Callable[[], float]) -> None:
         self._storage = storage
         self._directory = directory
-        self._name = _PREFIX + storage
+        self._name = WITNESS_PREFIX + storage
         self._threads = threads
         self._now = now
         self._advancing = asyncio.Lock()
+        self._begun = self._ended = 0  # number of the last advance that began, and of the last that ended well
         self._deletions: set[asyncio.Future[None]] = set()
 
     def read(self) -> Witnessed | None:
@@ -86,7 +87,11 @@ class Witness:
             NoFolderError: the deployment's directory is not there.
             OSError: the storage failed.
         """
+        begun = self._begun
         async with self._advancing:
+            if begun < self._ended and not force:
+                return  # another one began after this call, and covers it
+            self._begun += 1
             witnessed = await self._threads.run(self.read)
             least = int(self._now() * _MICROSECONDS)
             given = await numbers.advance(self._storage, least, witnessed or {}, force=force)
@@ -97,6 +102,7 @@ class Witness:
                 )
             await self._threads.run(lambda: self._write(given))
             await numbers.confirm(self._storage, witnessed or {}, given)
+            self._ended = self._begun
 
     @contextmanager
     def deleting(self) -> Iterator[None]:

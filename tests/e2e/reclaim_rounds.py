@@ -263,8 +263,8 @@ def _slots_left(path: str) -> Iterator[Slot]:
 def judge_files(roots: list[Path], served: dict[Block, str]) -> set[str]:
     """Return the files below directories that no served block lies in."""
     known = set(map(_path, served.values()))
-    files = {str(path).removesuffix(".deleted") for root in roots for path in root.rglob("*") if path.is_file()}
-    return files - known
+    found = (path for root in roots for path in root.rglob("*") if path.is_file() and ".kvcm-witness" not in path.name)
+    return {str(path).removesuffix(".deleted") for path in found} - known
 
 
 @contextlib.contextmanager

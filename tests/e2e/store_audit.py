@@ -272,5 +272,5 @@ def _verify(manager_options: Sequence[str], environment: Mapping[str, str] | Non
 
 def orphan_files(root: Path, audit: StoreAudit) -> list[Path]:
     """Return the files below a storage's directory that no record refers to."""
-    files = (path for path in root.rglob("*") if path.is_file())
+    files = (path for path in root.rglob("*") if path.is_file() and ".kvcm-witness" not in path.name)
     return [path for path in files if str(path).removesuffix(".deleted") not in audit.paths]

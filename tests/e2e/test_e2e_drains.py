@@ -97,7 +97,7 @@ class World:
     def files(self, storage: str) -> list[Path]:
         """Return the files of a storage but probes."""
         paths = (self.directory / storage).rglob("*")
-        return [path for path in paths if path.is_file() and ".kvcm-probe" not in path.name]
+        return [path for path in paths if path.is_file() and ".kvcm-" not in path.name]
 
     def start(self, keys: range) -> WriteGrant:
         grant = self.client.start_write(keys, session_seconds=120, timeout_seconds=40)

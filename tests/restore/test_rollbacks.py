@@ -13,7 +13,7 @@ from json_api import JsonApi
 from manager_site import Manager, running
 from mixed_load import bytes_of, bytes_stored, store_bytes
 from ports import free_port
-from redis_servers import RedisServer, sentinel, standalone
+from redis_servers import RedisServer, cluster, is_replica_in_step, sentinel, standalone
 from waiting import until
 
 from kvcm.model.uri import LocationUri
@@ -215,3 +215,24 @@ def test_a_failover_to_a_replica_that_lags(tmp_path: Path) -> None:
             made.give_up_soon()
             until(lambda: made.master is replica)
             world.assert_survived()
+
+
+def test_a_failover_of_one_cluster_node_to_a_replica_that_lags(tmp_path: Path) -> None:
+    with cluster(tmp_path / "redis", replicas=1) as made:
+        world = packed(tmp_path, **{"kvcm.registry_storage.uri": made.uri("rolled", timeout_ms=2000)})
+        with running(world.manager):
+            world.set_up()
+            for replica in made.nodes[3:]:
+                until(lambda replica=replica: is_replica_in_step(replica))
+                replica.pause()
+            for master in made.nodes[:3]:
+                with master.admin() as admin:
+                    admin.execute_command("CLIENT", "KILL", "TYPE", "replica")
+            world.go_on()
+            made.nodes[0].kill()
+            for replica in made.nodes[3:]:
+                replica.resume()
+            made.give_up_soon()
+            until(lambda: "storage_verified" in world.events())
+            until(lambda: world.try_served() >= _SURVIVORS)
+            assert not world.wrong
