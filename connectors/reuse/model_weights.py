@@ -20,9 +20,12 @@ import ctypes
 import hashlib
 import json
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -30,6 +33,7 @@ import numpy as np
 import torch
 import xxhash
 from torch import nn
+from torch.nn.modules import module as torch_modules
 
 from kvcm.model.errors import InvalidArgumentError
 
@@ -153,7 +157,7 @@ class _Identities:
         self._known: dict[int, tuple[Callable[[], object], str]] = {}
 
     def text_of(self, value: object) -> str:
-        reference, text = self._known.get(id(value), (_nothing, ""))
+        reference, text = self._known.get(id(value), (type(None), ""))
         if reference() is not value:
             text = uuid4().hex
             self._known[id(value)] = weakref.ref(value), text
@@ -253,18 +257,36 @@ def _adapters_of(module: Any) -> tuple[object, ...] | None:
 
 # ---- signs ----
 
+
+class _Registered:
+    """Counts modules and tensors that any module of this process registered."""
+
+    count = 0
+
+    def __call__(self, *_registered: object) -> None:
+        self.count += 1
+
+
+_registered = _Registered()
+torch_modules.register_module_module_registration_hook(_registered)
+torch_modules.register_module_parameter_registration_hook(_registered)
+torch_modules.register_module_buffer_registration_hook(_registered)
+_is_none = partial(operator.is_, None)
 # Copies some bytes of some tensors, and is given all those of the snapshot.
 _Reader = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The signs of one moment. It keeps no tensor alive.
+    """The signs of one moment. Until the next check it keeps modules that were replaced, and no other tensors.
 
     Attributes:
-        owners: dictionaries of modules.
-        counts: of entries in each.
-        objects: modules and tensors in these dictionaries, by name.
+        modules: all of them, kept since identities are compared.
+        owners: their dictionaries of modules and tensors, as far as something is in them.
+        identities: of all that is in these.
+        empty: the others, most of them: cold memory, which is only looked at when some module registered something.
+        registrations: how many there were when they were empty, one number.
+        objects: other objects that count, by name.
         tensors: with memory of their own.
         places: of them in memory, see `_places`.
         writes: to each tensor as PyTorch counts them; None where it does not count all (`torch.inference_mode`).
@@ -273,8 +295,11 @@ class _Snapshot:
         adapters: of PEFT, by layer.
     """
 
+    modules: list[nn.Module]
     owners: list[dict[str, Any]]
-    counts: list[int]
+    identities: list[int]
+    empty: list[dict[str, Any]]
+    registrations: list[int]
     objects: list[tuple[dict[str, Any], str, Callable[[], object]]]
     tensors: list[weakref.ref[torch.Tensor]]
     places: list[int]
@@ -288,19 +313,25 @@ class _Snapshot:
     def of(cls, model: nn.Module) -> _Snapshot:
         modules = list(model.modules())
         found = [entry for module in modules for entry in _tensors_of(module)]
-        children = [(module._modules, name, child) for module in modules for name, child in module._modules.items()]
-        functions = [entry for module in modules for entry in _packing_functions(module)]
+        others = [entry for module in modules for entry in _packing_functions(module)]
+        others += [entry for entry in found if not _has_memory(entry[2])]
         tensors = [tensor for _, _, tensor in found if _has_memory(tensor)]
         storages = [tensor.untyped_storage() for tensor in tensors]  # kept as in `holds`
         groups: dict[object, list[int]] = {}
         for number, tensor in enumerate(tensors):
             groups.setdefault(None if tensor.is_cpu else (tensor.dtype, tensor.device), []).append(number)
         readers = [(_device_reader if key else _host_reader)(tensors, storages, each) for key, each in groups.items()]
-        owners = [owned for module in modules for owned in (module._modules, module._parameters, module._buffers)]
+        registrations = [_registered.count]
+        owned: list[dict[str, Any]] = [each for module in modules for each in (module._modules, module._parameters)]
+        owned += [module._buffers for module in modules if not _dynamic_buffers(module)]
+        owners = [each for each in owned if each]
         return cls(
+            modules=modules,
             owners=owners,
-            counts=[*map(len, owners)],
-            objects=[(owned, name, _reference(value)) for owned, name, value in [*children, *found, *functions]],
+            identities=_identities(owners),
+            empty=[each for each in owned if not each],
+            registrations=registrations,
+            objects=[(owned, name, weakref.ref(value)) for owned, name, value in others],
             tensors=[weakref.ref(tensor) for tensor in tensors],
             places=_places(tensors, storages),
             writes=_writes(tensors),
@@ -316,15 +347,13 @@ class _Snapshot:
         Args:
             trusts_counters: writes that PyTorch does not count are a sign of a change.
         """
-        if [*map(len, self.owners)] != self.counts:
+        if not self._has_same_modules():
             return False
-        for owned, name, before in self.objects:
-            if owned.get(name) is not before():
-                return False
         if any(_adapters_of(layer) != how for layer, how in self.adapters):
             return False
-        # None of them is gone, since all were found above.
         tensors: list[Any] = [reference() for reference in self.tensors]
+        if any(map(_is_none, tensors)):  # another one has its identity now
+            return False
         storages = [tensor.untyped_storage() for tensor in tensors]  # kept, as another thread may give tensors others
         if _places(tensors, storages) != self.places:
             return False
@@ -335,6 +364,15 @@ class _Snapshot:
             return False
         return all(map(torch.equal, (read(tensors) for read in self.readers), self.samples))
 
+    def _has_same_modules(self) -> bool:
+        registrations = [_registered.count]
+        if registrations != self.registrations:
+            if any(self.empty):
+                return False
+            self.registrations[:] = registrations
+        is_same = all(owned.get(name) is before() for owned, name, before in self.objects)
+        return is_same and _identities(self.owners) == self.identities
+
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     try:
@@ -343,12 +381,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _reference(value: Any) -> Callable[[], object]:
-    return _nothing if value is None else weakref.ref(value)
-
-
-def _nothing() -> None:
-    return None
+def _identities(owners: Iterable[dict[str, Any]]) -> list[int]:
+    return [*map(id, chain.from_iterable(map(dict.values, owners)))]
 
 
 def _places(tensors: Sequence[torch.Tensor], storages: Sequence[Any]) -> list[int]:

@@ -14,6 +14,7 @@ again, with the version that the weights have then. Changes past SGLang's own ca
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -37,12 +38,6 @@ from kvcm.model.errors import InvalidArgumentError
 __all__ = ["EngineWeights", "is_serving", "refuse_batch_dependent_kv"]
 
 _log = logging.getLogger(__name__)
-_UPDATES = (
-    "update_weights_from_disk",
-    "load_weights_from_distributed",
-    "update_weights_from_tensor",
-    "update_weights_from_ipc",
-)
 
 
 class EngineWeights:
@@ -228,38 +223,28 @@ def _instances(kind: type[Any]) -> list[Any]:
 
 # ---- SGLang's updates, which no storage backend hears of ----
 
+
 _watching: weakref.WeakSet[EngineWeights] = weakref.WeakSet()
+_UPDATES = {
+    "update_weights_from_disk": EngineWeights.on_update,
+    "load_weights_from_distributed": EngineWeights.on_update,
+    "update_weights_from_tensor": EngineWeights.on_update,
+    "update_weights_from_ipc": EngineWeights.on_update,
+    "begin_weight_update": EngineWeights.on_session_begin,
+    "end_weight_update": EngineWeights.on_session_end,
+}
 
 
-def _notified_before(method: Callable[..., Any], notify: Callable[[EngineWeights], None]) -> Callable[..., Any]:
+def _notified(method: Callable[..., Any], notify: Callable[[EngineWeights], None]) -> Callable[..., Any]:
     @functools.wraps(method)
     def wrapped(*arguments: Any, **named: Any) -> Any:
-        for each in list(_watching):
-            notify(each)
-        return method(*arguments, **named)
-
-    return wrapped
-
-
-def _notified_after(method: Callable[..., Any], notify: Callable[[EngineWeights], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        try:
+        with contextlib.ExitStack() as stack:
+            for each in list(_watching):  # at the end also after an error: other ranks exchange digests, too
+                stack.callback(notify, each) if notify is EngineWeights.on_session_end else notify(each)
             return method(*arguments, **named)
-        finally:  # always: other ranks exchange digests, too
-            for each in list(_watching):
-                notify(each)
 
     return wrapped
 
 
-def _follow_updates() -> None:
-    """Wrap the methods of the class: its instances have slots, and SGLang calls them by name."""
-    for name in _UPDATES:
-        setattr(WeightUpdater, name, _notified_before(getattr(WeightUpdater, name), EngineWeights.on_update))
-    begin, end = WeightUpdater.begin_weight_update, WeightUpdater.end_weight_update
-    WeightUpdater.begin_weight_update = _notified_before(begin, EngineWeights.on_session_begin)
-    WeightUpdater.end_weight_update = _notified_after(end, EngineWeights.on_session_end)
-
-
-_follow_updates()
+for _name, _notify in _UPDATES.items():  # of the class: its instances have slots, and SGLang calls them by name
+    setattr(WeightUpdater, _name, _notified(getattr(WeightUpdater, _name), _notify))

@@ -50,8 +50,7 @@ class Prompt:
     ] = ""
     keys: Annotated[str, typer.Option("--keys", metavar="1,2,3", help="Block keys, in the order of the prompt.")] = ""
     keys_file: Annotated[
-        str,
-        typer.Option("--keys-file", metavar="FILE", help="The same from a file; - for the standard input."),
+        str, typer.Option("--keys-file", metavar="FILE", help="The same from a file; - for the standard input.")
     ] = ""
 
     def block_keys(self, block_size: int) -> list[int]:
@@ -72,12 +71,7 @@ class Prompt:
         return values if name.startswith("keys") else _keys_of_tokens(values, block_size)
 
     def _texts(self) -> dict[str, str]:
-        return {
-            "tokens": self.tokens,
-            "tokens-file": self.tokens_file,
-            "keys": self.keys,
-            "keys-file": self.keys_file,
-        }
+        return {"tokens": self.tokens, "tokens-file": self.tokens_file, "keys": self.keys, "keys-file": self.keys_file}
 
 
 def _keys_of_tokens(tokens: Sequence[int], block_size: int) -> list[int]:
@@ -171,10 +165,7 @@ def add_pin(
     with exit_on_call_errors():
         block_size = instance_info(connection.admin(), instance).block_size
         request = pin_pb.PinPrefixRequest(
-            instance_id=instance,
-            block_keys=prompt.block_keys(block_size),
-            owner=owner,
-            ttl_seconds=parse_duration(ttl),
+            instance_id=instance, block_keys=prompt.block_keys(block_size), owner=owner, ttl_seconds=parse_duration(ttl)
         )
         answer = connection.data().call("PinPrefix", request, pin_pb.PinPrefixResponse)
         if not answer.pin_id:

@@ -70,9 +70,7 @@ def frames(archive: bytes) -> list[Document | Rows | Trailer]:
 # ── Round trips ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def test_a_deployment_moves_from_store_to_store_as_it_is(
-    request: pytest.FixtureRequest, source: IndexRig
-) -> None:
+async def test_a_deployment_moves_from_store_to_store_intact(request: pytest.FixtureRequest, source: IndexRig) -> None:
     """Memory → file → RocksDB → file → Redis → file → Cluster: registry, records, access, usage and families stay."""
     await source.registry.quotas.set(GlobalQuota("q", 1 << 40, 0.7))
     await source.registry.quotas.set(GlobalQuota("of no group", 0))
@@ -237,9 +235,7 @@ async def test_a_block_that_exists_is_kept_as_it_is(source: IndexRig, target: In
     assert (await target.blocks("i"))[2][0] == record(2, size=500)
 
 
-async def test_a_different_group_refuses_the_import_before_anything_is_written(
-    source: IndexRig, target: IndexRig
-) -> None:
+async def test_a_different_group_refuses_the_import_before_any_write(source: IndexRig, target: IndexRig) -> None:
     await source.put("i", chain(3))
     archive, _ = await source.exported()
     await target.configure(instances=(), capacity=7)

@@ -333,9 +333,7 @@ async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
     assert await shared.backend("j").children(18) == await shared.backend("j").children(19) == []
 
 
-async def test_what_puts_itself_right_in_the_meantime_is_no_finding(
-    shared: IndexRig, redis_standalone: Standalone
-) -> None:
+async def test_what_puts_itself_right_meanwhile_is_no_finding(shared: IndexRig, redis_standalone: Standalone) -> None:
     """As a manager's write in flight does: what looks wrong is looked at again."""
     name, member = _name(shared, "p", "j", 3), pack(">q", 3)
     with redis_standalone.server.admin() as client:
@@ -465,13 +463,8 @@ async def test_more_suspects_than_are_remembered_are_judged_as_they_come(
 # ── Index extents ──
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4)), max_size=12),
-    st.integers(1, 4),
-)
-def test_overlaps_are_found_in_whatever_parts_the_objects_are_cut(
-    extents: list[tuple[int, int, int]], parts: int
-) -> None:
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(1, 4)), max_size=12), st.integers(1, 4))
+def test_overlaps_are_found_however_objects_are_cut(extents: list[tuple[int, int, int]], parts: int) -> None:
     """Blocks whose slots overlap in some object, and only those, are suspects of exactly one part."""
     blocks = {}
     for key, (name, blkid, size) in enumerate(extents):
@@ -743,9 +736,7 @@ async def test_a_verification_leaves_the_leader_the_time_to_recount(
     assert await used(recount_rig) == dict.fromkeys(ACCOUNTS, USED)
 
 
-async def test_a_difference_that_no_manager_recounts_is_found(
-    recount_rig: IndexRig, redis_standalone: Standalone
-) -> None:
+async def test_a_difference_no_manager_recounts_is_found(recount_rig: IndexRig, redis_standalone: Standalone) -> None:
     spoil(recount_rig, redis_standalone, "g.g")
     (finding,) = (await recount_rig.verified(pause=_Leader(recount_rig, every=1_000).pause)).findings
     assert (finding.check, finding.where) == ("usage", "group 'g'")

@@ -21,15 +21,7 @@ from thoroughness import examples
 
 from kvcm.cache.instance_cache import BATCH_KEYS
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
-from kvcm.cache.quotas import (
-    FreeSpace,
-    Ledger,
-    Limits,
-    SharedLedger,
-    SharedQuota,
-    StorageLimit,
-    TakenBytes,
-)
+from kvcm.cache.quotas import FreeSpace, Ledger, Limits, SharedLedger, SharedQuota, StorageLimit, TakenBytes
 from kvcm.cache.write_plan import Specs, WritePlan, WritePlanner, candidates, missing_specs, plan_write
 from kvcm.cache.write_sessions import StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, KvcmError, NotReadyError, StorageIOError

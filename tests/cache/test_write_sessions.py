@@ -458,11 +458,7 @@ async def test_checksums_are_kept_by_the_name_of_the_spec(rig: Rig) -> None:
     await finish_with_checksums(
         rig, started, [of_both(1, MOST), LocationChecksums([("tp1", 5)]), LocationChecksums([])]
     )
-    assert await recorded(rig, [1, 2, 3]) == [
-        {"tp0": 1, "tp1": MOST},
-        {"tp0": 0, "tp1": 5},
-        {"tp0": 0, "tp1": 0},
-    ]
+    assert await recorded(rig, [1, 2, 3]) == [{"tp0": 1, "tp1": MOST}, {"tp0": 0, "tp1": 5}, {"tp0": 0, "tp1": 0}]
     record = await rig.record(1)
     assert record is not None
     assert [spec.uri for spec in decode_chunk(record.locations[0].chunk).specs] == [

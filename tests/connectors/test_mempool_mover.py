@@ -284,9 +284,7 @@ def test_an_engine_has_the_pools_of_its_node_and_says_which(pool_directory: Path
         engine.close()
 
 
-def test_an_engine_is_made_before_the_memory_of_its_pools(
-    engine: TransferEngine, pool_directory: Path, path: Path
-) -> None:
+def test_an_engine_is_made_before_memory_of_pools(engine: TransferEngine, pool_directory: Path, path: Path) -> None:
     assert engine.has_pools
     assert list(pool_directory.iterdir()) == []
     (attached,) = engine.pools()

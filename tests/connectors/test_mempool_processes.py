@@ -178,9 +178,7 @@ def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
     assert worker.line() == "ok"
 
 
-def test_processes_that_overwrite_never_read_wrong_bytes(
-    pool_directory: Path, new_worker: Callable[..., Worker]
-) -> None:
+def test_processes_that_overwrite_read_no_wrong_bytes(pool_directory: Path, new_worker: Callable[..., Worker]) -> None:
     """Invariant 5 at its worst: extents of all sizes handed out over each other, with writers killed and stopped."""
     assert mover_at(pool_directory, CAPACITY).save([], 1.0) == []  # makes the pool
     draw = random.Random(2)

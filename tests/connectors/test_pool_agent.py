@@ -293,9 +293,7 @@ def test_reports_that_no_manager_took_are_due_again(client: ManagerClient, pool:
     engine.close()
 
 
-def test_pools_of_another_registration_are_reported_again(
-    client: ManagerClient, reporter: PoolReporter, pool: str
-) -> None:
+def test_pools_of_a_new_registration_are_reported(client: ManagerClient, reporter: PoolReporter, pool: str) -> None:
     """A manager that registers an instance again has lost its state, and all reports with it."""
     before, after = engine_of(pool), engine_of(pool)
     reporter.report_pools(before)

@@ -120,9 +120,7 @@ def test_a_digest_of_0_is_reported_as_1(monkeypatch: pytest.MonkeyPatch) -> None
 # ── Saves ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_save_reports_the_checksum_of_what_it_was_given(
-    new_engine: Callable[..., TransferEngine], root: Path
-) -> None:
+def test_a_save_reports_the_checksum_of_what_was_given(new_engine: Callable[..., TransferEngine], root: Path) -> None:
     """Of pieces that lie apart in memory, as KV does."""
     blocks = range(20)
     items = []

@@ -391,9 +391,7 @@ async def test_one_shard_may_hold_all_of_the_coldest(rig: Rig) -> None:
 
 STATES = st.none() | st.builds(
     lambda times, parent: BlockRecord(
-        parent,
-        0,
-        tuple(place(f"{s:d}", s, written_at=at, storage="ab"[s % 2]) for s, at in sorted(times.items())),
+        parent, 0, tuple(place(f"{s:d}", s, written_at=at, storage="ab"[s % 2]) for s, at in sorted(times.items()))
     ),
     st.dictionaries(st.sampled_from(LocationStatus), st.integers(1, 9).map(float), min_size=1),
     st.none() | st.sampled_from(KEYS),

@@ -213,9 +213,7 @@ async def test_a_file_with_many_lost_slots_is_not_filled_any_more(world: SlotWor
     assert again & {*slots(uris)} == {*slots(uris[1:4])}
 
 
-async def test_a_medium_that_hangs_holds_one_writer_for_a_moment(
-    world: SlotWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_medium_that_hangs_holds_one_writer_briefly(world: SlotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """That writer and those after it get fresh files; slots that arrive too late for it become free again."""
     uris = await with_free_slots(world)
     answers, record_owner = threading.Event(), kvcm.storage.file_slots.record_owner

@@ -19,9 +19,7 @@ def test_over_rocksdb_only_rejected_requests_fail(tmp_path: Path) -> None:
     assert min(report.turned_away, report.refused, report.confirmed_blocks) > 0
 
 
-def test_with_two_managers_clients_of_the_other_one_notice_nothing(
-    tmp_path: Path, redis_standalone: Standalone
-) -> None:
+def test_with_two_managers_clients_of_the_other_notice_nothing(tmp_path: Path, redis_standalone: Standalone) -> None:
     report = asyncio.run(
         restart_under_load(tmp_path, redis_standalone.uri("restarts", timeout_ms=20_000), managers=2, rounds=2)
     )

@@ -180,7 +180,7 @@ def test_a_wrong_option_is_said_at_the_start(
 
 
 @pytest.mark.feature("sglang", "refuses what it does not support")
-def test_rotations_that_depend_on_the_batch_are_refused(
+def test_rotations_that_depend_on_batches_are_refused(
     new_engine: StartEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}

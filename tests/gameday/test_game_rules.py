@@ -227,12 +227,7 @@ def test_managers_are_whole_when_all_are_ready_and_agree() -> None:
 
 
 _WAIT_SECONDS = 30.0
-_WHAT = {
-    "kill": GameProcess.kill,
-    "stop": GameProcess.stop,
-    "freeze": GameProcess.freeze,
-    "thaw": GameProcess.thaw,
-}
+_WHAT = {"kill": GameProcess.kill, "stop": GameProcess.stop, "freeze": GameProcess.freeze, "thaw": GameProcess.thaw}
 
 
 def _process(folder: Path, script: str) -> GameProcess:

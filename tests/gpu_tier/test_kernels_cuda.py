@@ -186,19 +186,25 @@ def test_on_the_gpu_a_step_moves_what_it_planned(kind: str, heads: int, layout: 
 PARTS = 4
 
 
-GATHER_DRIVER = """
-extern "C" int gpu_tier_gather_copy(const gpu_tier::GatherArgs* args, void*) {
+def driver(entry: str, arguments: str, *, threads: str, blocks: str, kernel: str) -> str:
+    """Return a function that runs a kernel block by block, with threads in any order."""
+    return f"""
+extern "C" int gpu_tier_{entry}(const gpu_tier::{arguments}* args, void*) {{
   using namespace gpu_tier;
   static std::mt19937 random(1);
-  blockDim = {kWarp * kGatherWarps, 1};
-  gridDim = {1 + static_cast<int>(random() % 5), 1};
-  for (int i = 0; i < gridDim.x; ++i) {
-    blockIdx = {i, 0};
-    if (!run_block(blockDim.x, random, [args] { gather_copy_kernel(*args); })) return 1;
-  }
+  blockDim = {{kWarp * {threads}, 1}};
+  gridDim = {{{blocks}, 1}};
+  for (int i = 0; i < gridDim.x; ++i) {{
+    blockIdx = {{i, 0}};
+    if (!run_block(blockDim.x, random, [args] {{ {kernel}(*args); }})) return 1;
+  }}
   return 0;
-}
+}}
 """
+
+
+ANY_FEW = "1 + static_cast<int>(random() % 5)"
+GATHER_DRIVER = driver("gather_copy", "GatherArgs", threads="kGatherWarps", blocks=ANY_FEW, kernel="gather_copy_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -253,19 +259,9 @@ def test_bytes_need_not_be_counted(codes: list[int]) -> None:
     assert codes == [0]
 
 
-TRANSFER_DRIVER = """
-extern "C" int gpu_tier_io_transfer(const gpu_tier::TransferArgs* args, void*) {
-  using namespace gpu_tier;
-  static std::mt19937 random(1);
-  blockDim = {kWarp * kWarpsPerBlock, 1};
-  gridDim = {args->blocks, 1};
-  for (int i = 0; i < args->blocks; ++i) {
-    blockIdx = {i, 0};
-    if (!run_block(blockDim.x, random, [args] { io_transfer_kernel(*args); })) return 1;
-  }
-  return 0;
-}
-"""
+TRANSFER_DRIVER = driver(
+    "io_transfer", "TransferArgs", threads="kWarpsPerBlock", blocks="args->blocks", kernel="io_transfer_kernel"
+)
 
 
 @pytest.fixture(scope="module")

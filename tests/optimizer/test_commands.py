@@ -263,10 +263,7 @@ def test_a_sample_that_cannot_be_drawn_is_one_line(chains_file: Path, sample: st
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [
-        (("--report", "a.html"), "--json and --csv"),
-        (("--mode", "request"), "--sample: block"),
-    ],
+    [(("--report", "a.html"), "--json and --csv"), (("--mode", "request"), "--sample: block")],
     ids=lambda value: value[0].strip("-"),
 )
 def test_options_that_need_replays_are_refused(chains_file: Path, options: tuple[str, ...], named: str) -> None:

@@ -30,13 +30,7 @@ from kvcm.model.groups import (
     QuotaConfig,
     TriggerStrategy,
 )
-from kvcm.model.instances import (
-    Instance,
-    LocationSpecGroup,
-    LocationSpecInfo,
-    LocationSpecKind,
-    ModelDeployment,
-)
+from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, LocationSpecKind, ModelDeployment
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import LocationStatus, decode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageSpec, StorageType, TairMemPoolStorageSpec
@@ -144,12 +138,7 @@ class Levels(ManagerCore):
     # What clients and operators do.
 
     async def write(
-        self,
-        keys: Sequence[int],
-        to: str = "i",
-        *,
-        retention: Retention = NO_HINT,
-        **fields: Any,
+        self, keys: Sequence[int], to: str = "i", *, retention: Retention = NO_HINT, **fields: Any
     ) -> list[dict[str, str]]:
         """Write a chain; return the uris of the written blocks, by spec. Refusals are raised."""
         started = await self.manager.start_write(self.manager.cache(to), WriteRequest(keys, **fields))

@@ -10,16 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from registry_rig import INSTANCE, DyingTable, Opener, SuspendingTable
-from snapshot_rig import (
-    CONFIG,
-    GROUPS,
-    MOONCAKE,
-    SECRET,
-    loaded,
-    refused_without_a_trace,
-    registry_over,
-    without,
-)
+from snapshot_rig import CONFIG, GROUPS, MOONCAKE, SECRET, loaded, refused_without_a_trace, registry_over, without
 from thoroughness import examples
 
 from kvcm.model.errors import (
@@ -386,10 +377,7 @@ async def test_a_configuration_that_never_rests_refuses_the_load() -> None:
         (f"redis://u:a/{SECRET}/b@h:6379/0", f"redis://{HIDDEN}@h:6379/0"),
         (f"corp/u:{SECRET}@h:6379", f"{HIDDEN}@h:6379"),
         (f"{SECRET}@h:6379", f"{HIDDEN}@h:6379"),
-        (
-            f"http://h/?access_key={SECRET}&a=1&api_key={SECRET}",
-            f"http://h/?access_key={HIDDEN}&a=1&api_key={HIDDEN}",
-        ),
+        (f"http://h/?access_key={SECRET}&a=1&api_key={SECRET}", f"http://h/?access_key={HIDDEN}&a=1&api_key={HIDDEN}"),
         ("http://10.0.0.1:8080/metadata", "http://10.0.0.1:8080/metadata"),
         ("P2PHANDSHAKE", "P2PHANDSHAKE"),
     ],

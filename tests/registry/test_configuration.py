@@ -370,11 +370,7 @@ def test_good_limits_pass(ratio: float) -> None:
 
 @pytest.mark.parametrize(
     ("capacity", "ratio", "named"),
-    [
-        (-1, 0.0, ["capacity_bytes", "-1", ">= 0"]),
-        (1, -0.1, ["used_percentage", "-0.1"]),
-        (1, NAN, ["nan"]),
-    ],
+    [(-1, 0.0, ["capacity_bytes", "-1", ">= 0"]), (1, -0.1, ["used_percentage", "-0.1"]), (1, NAN, ["nan"])],
 )
 def test_bad_limits_are_refused(capacity: int, ratio: float, named: list[str]) -> None:
     assert_refused(check_storage, replace(NFS_CONFIG, capacity_bytes=capacity, used_percentage=ratio), *named)

@@ -13,17 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-__all__ = [
-    "END",
-    "Cursor",
-    "IsLeaf",
-    "Ordered",
-    "Policy",
-    "SlotLinks",
-    "SlotQueue",
-    "Summary",
-    "descends",
-]
+__all__ = ["END", "Cursor", "IsLeaf", "Ordered", "Policy", "SlotLinks", "SlotQueue", "Summary", "descends"]
 
 IsLeaf = Callable[[int], bool]
 """Whether no resident block follows the block in a slot."""
