@@ -30,7 +30,7 @@ from sglang.srt.layers.rotary_embedding.rope_variant import Phi3LongRoPEScaledRo
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from kvcm.connectors.reuse.model_weights import ModelWeights, UnknownWeightsError
 from kvcm.model.errors import InvalidArgumentError
@@ -47,11 +47,13 @@ class EngineWeights:
         host_pool: of KV.
         name: that the user gave to the weights as they are now, "" for none.
         files: version of the files that they were just read from, "" where they may be others by now.
+        takes_labels: engines whose SGLang gives weights the same `weight_version` share.
     """
 
-    def __init__(self, host_pool: Any, name: str, files: str) -> None:
+    def __init__(self, host_pool: Any, name: str, files: str, *, takes_labels: bool = False) -> None:
         self._pool = host_pool
         self._name = name
+        self._labelled: dict[str, tuple[str, ...]] | None = {} if takes_labels else None
         self._lock = threading.Lock()
         self._weights: ModelWeights | None = None
         self._model: Callable[[], object] = type(None)
@@ -129,6 +131,12 @@ class EngineWeights:
 
     def _version_of(self, digests: tuple[str, ...]) -> str:
         if not all(digests):
+            return ""
+        label = str(get_serving().weight_version)
+        if self._labelled is not None and label not in {"", "None", "default"}:
+            if self._labelled.setdefault(label, digests) == digests:
+                return f"label:{label}"
+            self._report(f"KV is not reused: the weights changed, and weight_version is {label!r} as before")
             return ""
         is_first = digests == self._first_digests
         if get_parallel().pp_size > 1 and (self._was_updated or not is_first):

@@ -351,7 +351,8 @@ class KVCMStorage(HiCacheStorage):
             extra=server.settings,
         )
         self._namespace = partial(identity.namespace, adapter=adapters_of(server.adapters))
-        self._weights = EngineWeights(self.mem_pool_host, options.weights, files)
+        trusts = options.trust_weight_version
+        self._weights = EngineWeights(self.mem_pool_host, options.weights, files, takes_labels=trusts)
         client = ManagerClient(
             options.manager,
             stage_instance(options.instance_id, config),

@@ -42,6 +42,8 @@ class SglangOptions:
         instance_group: existing group whose quota and storages are used.
         model_name: for people; "" for the name that SGLang serves it under.
         weights: identifies its weights, a revision for example; "" for a fingerprint of the files.
+        trust_weight_version: SGLang's `weight_version` names the weights, unless it is "default". One that others
+            have had makes tokens wrong.
         publish: store new KV; false only loads.
         checksums: report the checksum of every saved page, and compute pages again that load with another one.
         register_seconds: for the registration at the start; without an answer the engine starts all the same.
@@ -63,6 +65,7 @@ class SglangOptions:
     instance_group: str = "default"
     model_name: str = ""
     weights: str = ""
+    trust_weight_version: bool = False
     publish: bool = True
     checksums: bool = True
     register_seconds: float = 5.0

@@ -15,15 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import typer
 from google.protobuf.message import Message
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kvcm.model.errors import InvalidArgumentError

@@ -118,9 +118,7 @@ async def test_a_group_of_a_redis_comes_to_a_store_of_one_manager_and_back(
         assert (back.skipped, _indexer(there).meta_storage_backend_config) == ({"i": 5}, named)
 
 
-async def test_lock_shards_that_a_redis_does_not_take_become_fewer(
-    request: pytest.FixtureRequest, source: IndexRig
-) -> None:
+async def test_lock_shards_that_a_redis_refuses_become_fewer(request: pytest.FixtureRequest, source: IndexRig) -> None:
     await _change_indexer(source, mutex_shard_num=4096)
     archive, _ = await source.exported()
     async with opened("redis_standalone", request) as rig:

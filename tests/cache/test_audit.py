@@ -316,9 +316,7 @@ async def test_an_order_entry_without_a_record_goes(shared: IndexRig, redis_stan
     assert await shared.usage("j") == {ONE: 190}
 
 
-async def test_a_record_that_cannot_be_read_goes_only_when_asked_for(
-    shared: IndexRig, redis_standalone: Standalone
-) -> None:
+async def test_an_unreadable_record_goes_only_when_asked_for(shared: IndexRig, redis_standalone: Standalone) -> None:
     with redis_standalone.server.admin() as client:
         client.set(_name(shared, "b", "j", 20) + pack(">q", 20), b"\x01" + b"s" * 8 + b"\xc1")
         client.set(_name(shared, "b", "j", 19) + pack(">q", 19), b"\x07" + b"s" * 8)

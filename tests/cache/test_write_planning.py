@@ -562,9 +562,7 @@ async def test_what_can_be_read_on_a_storage_that_is_drained_is_masked_when_the_
         await world.start([1, 2])
 
 
-async def test_the_space_of_an_attempt_is_free_for_the_next_one_at_once(
-    tmp_path: Path, redis_standalone: Standalone
-) -> None:
+async def test_the_space_of_an_attempt_is_free_for_the_next_one(tmp_path: Path, redis_standalone: Standalone) -> None:
     """Also where other managers count with it: nothing is sent here but what the write itself sends."""
     client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"t{secrets.token_hex(6)}")))
     world = World(tmp_path, SharedLedger(QuotaCounters(client), "node"))

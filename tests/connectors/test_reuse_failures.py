@@ -90,9 +90,7 @@ def test_a_storage_that_is_read_only_costs_saves(connect: Connect, manager: Mana
     assert report.blocks_saved == 7
 
 
-def test_a_model_of_another_configuration_is_refused_and_computes(
-    connect: Connect, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_of_another_shape_is_refused_and_computes(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
     ids = prompt(100)
     run(connect(), ids)
     for other in (make_model(rms_norm_eps=1e-5), make_model(dtype=torch.bfloat16)):

@@ -174,9 +174,7 @@ def test_a_block_with_a_missing_part_is_not_found_and_can_be_completed(link: Man
     assert len(link.client.match(keys, spec_names=PARTS).locations) == 3
 
 
-def test_lost_and_corrupt_parts_are_reported_apart_and_the_others_arrive(
-    manager: ManagerProcess, link: ManagerLink
-) -> None:
+def test_lost_and_corrupt_parts_are_reported_apart_others_arrive(manager: ManagerProcess, link: ManagerLink) -> None:
     keys = keys_of(*range(100, 103))
     before = set(manager.files)
     save(link, keys)

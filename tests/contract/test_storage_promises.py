@@ -141,7 +141,7 @@ async def test_deleted_parts_do_not_exist_and_their_neighbours_stay(setting: Set
             assert found in (None, content(uri))
 
 
-async def test_deletions_are_idempotent_and_never_touch_what_came_later(
+async def test_deletions_are_idempotent_and_never_touch_what_is_later(
     setting: Setting, storage: StorageBackend
 ) -> None:
     """Decision 1: late deletions, of parts whose place may be another's by now."""
@@ -167,9 +167,7 @@ async def test_places_that_no_client_got_can_be_discarded(setting: Setting, stor
     await assert_intact(setting, kept)
 
 
-async def test_a_restarted_manager_and_a_replaced_storage_know_the_parts(
-    setting: Setting, storage: StorageBackend
-) -> None:
+async def test_a_restarted_manager_and_a_replaced_storage_know_parts(setting: Setting, storage: StorageBackend) -> None:
     uris = await placed(storage, range(6))
     await save(setting, uris)
     await until_deleted(storage, uris[:3])

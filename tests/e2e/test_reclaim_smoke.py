@@ -33,9 +33,7 @@ def test_two_deployments_share_a_directory(tmp_path: Path) -> None:
     assert (report.own_orphans, report.other_orphans, report.dead_orphans) == (48, 0, 12)
 
 
-def test_another_manager_ends_the_eviction_of_a_leader_that_was_killed(
-    tmp_path: Path, redis_standalone: Standalone
-) -> None:
+def test_another_manager_ends_the_eviction_of_a_killed_leader(tmp_path: Path, redis_standalone: Standalone) -> None:
     (report,) = asyncio.run(take_over(tmp_path, redis_standalone.uri("reclaim-handover"), 1, seed=8))
     assert report.wrong == []
     assert report.left_blocks > 0

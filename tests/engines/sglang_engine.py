@@ -9,6 +9,7 @@ from typing import Any
 import sglang
 from engine_loop import serve
 from safetensors import safe_open
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
 _OPTIONS = {
     "device": "cpu",
@@ -88,9 +89,11 @@ class SglangEngine:
             self._engine.loop.run_until_complete(self._engine.tokenizer_manager.detach_hicache_storage()).message
         )
 
-    def update_weights(self, model: str) -> bool:
+    def update_weights(self, model: str, version: str | None = None) -> bool:
         """Take other weights for the same model."""
-        return bool(self._engine.update_weights_from_disk(model)[0])
+        wanted = UpdateWeightFromDiskReqInput(model_path=model, weight_version=version)
+        updated = self._engine.tokenizer_manager.update_weights_from_disk(wanted, None)
+        return bool(self._engine.loop.run_until_complete(updated)[0])
 
     def update_tensor(self, model: str, name: str, flush_cache: bool) -> bool:
         """Take one tensor from another model's file."""

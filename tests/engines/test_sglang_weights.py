@@ -21,8 +21,8 @@ NewRig = Callable[..., Rig]
 def new_rig(
     new_engine: StartEngine, tiny_llama: Path, manager: ManagerProcess, instance_id: str, tmp_path: Path
 ) -> NewRig:
-    def start(record: str = "record", model: Path = tiny_llama, **options: object) -> Rig:
-        config = storage_config(manager.address, instance_id, tmp_path / record)
+    def start(record: str = "record", model: Path = tiny_llama, *, trusts: bool = False, **options: object) -> Rig:
+        config = storage_config(manager.address, instance_id, tmp_path / record, trust_weight_version=trusts)
         engine = new_engine(SGLANG, model, storage=config, **options)
         ranks = int(str(options.get("tp_size", 1)))
         return Rig(engine, tmp_path / record, manager, instance_id, ranks)
@@ -84,6 +84,21 @@ def test_a_change_without_a_flush_is_noticed(new_rig: NewRig, tiny_llama: Path, 
     assert "KV is not reused until SGLang's cache is flushed" in rig.engine.printed()
     assert rig.engine.ask("update_tensor", model=str(tiny_llama), name=f"{NORM}.weight", flush_cache=False)
     assert fresh(rig, prompt) == (right, 192)  # after a flush; what was computed meanwhile is not stored
+
+
+def test_a_trusted_weight_version_names_the_weights(new_rig: NewRig, tiny_llama: Path, tmp_path: Path) -> None:
+    prompt, rig = prompt_tokens(200, seed=6103), new_rig(trusts=True, weight_version="a")
+    right, _ = fresh(rig, prompt)
+    _, path = next(changes(tiny_llama, tmp_path))
+    update(rig, "update_weights", path, version="b")
+    changed, loaded = fresh(rig, prompt)
+    assert (changed != right, loaded) == (True, 0)
+    update(rig, "update_weights", tiny_llama)
+    assert fresh(rig, prompt) == (right, 0)
+    assert "the weights changed, and weight_version is 'b' as before" in rig.engine.printed()
+    rig.engine.close()
+    again = shutil.copytree(path, tmp_path / "again" / tiny_llama.name)
+    assert fresh(new_rig("restarted", again, trusts=True, weight_version="b"), prompt) == (changed, 192)
 
 
 def test_an_adapter_that_is_trained_again_under_its_name(new_rig: NewRig, tiny_llama: Path, tmp_path: Path) -> None:

@@ -56,9 +56,7 @@ def test_another_engine_loads_the_blocks_that_both_ranks_stored(rigs: list[Rig],
 
 @pytest.mark.feature("vllm", "tensor parallel: 2 ranks")
 @pytest.mark.parametrize("part", _PARTS)
-def test_the_answer_depends_on_the_bytes_that_each_rank_loaded(
-    rigs: list[Rig], part: str, plain_vllm: EngineProcess
-) -> None:
+def test_the_answer_depends_on_the_bytes_of_each_rank(rigs: list[Rig], part: str, plain_vllm: EngineProcess) -> None:
     prompt = prompt_tokens(200, seed=901 + _PARTS.index(part))
     rigs[0].store(prompt)
     for uri in rigs[0].uris(rigs[0].keys(prompt), part):

@@ -43,9 +43,7 @@ def test_changed_weights(rig: Rig, new_engine: StartEngine, tiny_llama: Path, tm
         assert (unchanged.fresh(prompt).tokens, unchanged.fresh(prompt).cached_tokens) == (right, 192)
 
 
-def test_a_change_without_a_reset_is_seen_and_a_name_is_enough(
-    rig: Rig, new_engine: StartEngine, tiny_llama: Path
-) -> None:
+def test_a_change_without_a_reset_is_seen_a_name_suffices(rig: Rig, new_engine: StartEngine, tiny_llama: Path) -> None:
     prompt = prompt_tokens(200, seed=6002)
     right = rig.store(prompt).tokens
     rig.engine.ask("change_weights", layer=NORM, scale=-1.0)

@@ -305,9 +305,7 @@ def gone(before: Records, after: Records) -> Counter[tuple[str, int]]:
 
 @EXAMPLES
 @given(bounds=BOUNDS, steps=STEPS)
-async def test_limits_hold_and_no_more_is_evicted_than_they_ask_for(
-    backends: Rig, bounds: Bounds, steps: list[Step]
-) -> None:
+async def test_limits_hold_and_no_more_is_evicted_than_needed(backends: Rig, bounds: Bounds, steps: list[Step]) -> None:
     """Invariants 4 and 7."""
     await Run(bounds, backends).go(steps)
 

@@ -565,9 +565,7 @@ async def test_an_update_creates_a_lost_root_again(mounted: Deployment, mount_po
     again.close()
 
 
-async def test_a_manager_that_saw_it_mounted_puts_off_its_deletions_as_well(
-    mounted: Deployment, mount_point: Path
-) -> None:
+async def test_a_manager_that_saw_it_mounted_puts_off_deletions_too(mounted: Deployment, mount_point: Path) -> None:
     await mounted.store(SHORT_CHAIN)
     await mounted.manager.remove(mounted.manager.cache("i"), SHORT_CHAIN, BlockMask(offset=0))
     unmount(mount_point)

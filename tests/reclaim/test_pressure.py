@@ -68,7 +68,7 @@ def big(name: str, guaranteed: int = 0, quota: str = "", types: dict[StorageType
 )
 @example(used=[30, 0, 0], guaranteed=[0, 45, 0], grown=20)
 @example(used=[0, 14, 45], guaranteed=[45, 20, 45], grown=30)
-def test_a_write_wakes_exactly_where_there_is_something_to_evict(
+def test_a_write_wakes_only_where_there_is_something_to_evict(
     used: list[int], guaranteed: list[int], grown: int
 ) -> None:
     """A storage of 100 bytes, marked at 90: a woken reclaimer finds something to evict, and a write that leaves

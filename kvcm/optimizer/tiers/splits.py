@@ -159,12 +159,7 @@ class SplitCurve:
         return self._measure(capacities=checked, latency=nothing, per_block=nothing, per_token=0.0)[0]
 
     def saved_seconds(
-        self,
-        tiers: Sequence[Tier],
-        capacities: Table,
-        *,
-        block_bytes: int,
-        recompute_seconds_per_token: float,
+        self, tiers: Sequence[Tier], capacities: Table, *, block_bytes: int, recompute_seconds_per_token: float
     ) -> FloatColumn:
         """Return [S] seconds of prefill that T tiers of [S, T] capacities save, less those of loading.
 
@@ -372,10 +367,7 @@ def best_split(
 
 
 def _check(
-    tiers: Sequence[Tier],
-    budget_per_month: float,
-    block_bytes: int,
-    recompute_seconds_per_token: float,
+    tiers: Sequence[Tier], budget_per_month: float, block_bytes: int, recompute_seconds_per_token: float
 ) -> None:
     if not tiers:
         raise OptionError("tiers: there are none to split a budget among; allowed: one or more")
