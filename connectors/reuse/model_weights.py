@@ -259,12 +259,14 @@ def _adapters_of(module: Any) -> tuple[object, ...] | None:
 
 
 class _Registered:
-    """Counts modules and tensors that any module of this process registered."""
+    """Counts what modules register that a snapshot was made of."""
 
-    count = 0
+    def __init__(self) -> None:
+        self.count = 0
+        self.watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def __call__(self, *_registered: object) -> None:
-        self.count += 1
+    def __call__(self, module: nn.Module, *_registered: object) -> None:
+        self.count += module in self.watched
 
 
 _registered = _Registered()
@@ -278,13 +280,13 @@ _Reader = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The signs of one moment. Until the next check it keeps modules that were replaced, and no other tensors.
+    """The signs of one moment. Until the next check it keeps modules that were replaced, and host memory that was left.
 
     Attributes:
         modules: all of them, kept since identities are compared.
         owners: their dictionaries of modules and tensors, as far as something is in them.
         identities: of all that is in these.
-        empty: the others, most of them: cold memory, which is only looked at when some module registered something.
+        empty: the others, most of them: cold memory, which is only looked at when one registered something.
         registrations: how many there were when they were empty, one number.
         objects: other objects that count, by name.
         tensors: with memory of their own.
@@ -316,11 +318,11 @@ class _Snapshot:
         others = [entry for module in modules for entry in _packing_functions(module)]
         others += [entry for entry in found if not _has_memory(entry[2])]
         tensors = [tensor for _, _, tensor in found if _has_memory(tensor)]
-        storages = [tensor.untyped_storage() for tensor in tensors]  # kept as in `holds`
         groups: dict[object, list[int]] = {}
         for number, tensor in enumerate(tensors):
             groups.setdefault(None if tensor.is_cpu else (tensor.dtype, tensor.device), []).append(number)
-        readers = [(_device_reader if key else _host_reader)(tensors, storages, each) for key, each in groups.items()]
+        readers = [(_device_reader if key else _host_reader)(tensors, each) for key, each in groups.items()]
+        _registered.watched.update(modules)
         registrations = [_registered.count]
         owned: list[dict[str, Any]] = [each for module in modules for each in (module._modules, module._parameters)]
         owned += [module._buffers for module in modules if not _dynamic_buffers(module)]
@@ -333,7 +335,7 @@ class _Snapshot:
             registrations=registrations,
             objects=[(owned, name, weakref.ref(value)) for owned, name, value in others],
             tensors=[weakref.ref(tensor) for tensor in tensors],
-            places=_places(tensors, storages),
+            places=_places(tensors),
             writes=_writes(tensors),
             readers=readers,
             samples=[read(tensors) for read in readers],
@@ -354,8 +356,7 @@ class _Snapshot:
         tensors: list[Any] = [reference() for reference in self.tensors]
         if any(map(_is_none, tensors)):  # another one has its identity now
             return False
-        storages = [tensor.untyped_storage() for tensor in tensors]  # kept, as another thread may give tensors others
-        if _places(tensors, storages) != self.places:
+        if _places(tensors) != self.places:
             return False
         if self.writes is None:
             if trusts_counters:
@@ -385,9 +386,9 @@ def _identities(owners: Iterable[dict[str, Any]]) -> list[int]:
     return [*map(id, chain.from_iterable(map(dict.values, owners)))]
 
 
-def _places(tensors: Sequence[torch.Tensor], storages: Sequence[Any]) -> list[int]:
-    """Return the address of each tensor, and begin and size of the memory that is there."""
-    return [*[one.data_ptr() for one in (*tensors, *storages)], *[storage.nbytes() for storage in storages]]
+def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the address of each tensor, and how many elements are there."""
+    return [*[tensor.data_ptr() for tensor in tensors], *[tensor.numel() for tensor in tensors]]
 
 
 def _writes(tensors: Iterable[torch.Tensor]) -> list[int] | None:
@@ -397,11 +398,11 @@ def _writes(tensors: Iterable[torch.Tensor]) -> list[int] | None:
         return None
 
 
-def _host_reader(tensors: Sequence[torch.Tensor], storages: Sequence[Any], numbers: Iterable[int]) -> _Reader:
-    # Views take ten times as long as reading their elements, and views kept from the last time would keep memory that
-    # a tensor has left. So bytes are read by address, which is safe while storages have the places that they have here.
-    found = []
-    for tensor, storage in ((tensors[n], storages[n]) for n in numbers):
+def _host_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _Reader:
+    # Views take ten times as long as reading their elements. So bytes are read by address, which is safe while tensors
+    # have the places that they have here: storages are kept, since another thread may give tensors others meanwhile.
+    storages, found = [tensors[n].untyped_storage() for n in numbers], []
+    for tensor, storage in zip((tensors[n] for n in numbers), storages, strict=True):
         bytes_ = np.arange(tensor.itemsize) + np.array(_some_elements(tensor))[:, None] * tensor.itemsize
         within = tensor.data_ptr() - storage.data_ptr() + bytes_.ravel()
         found.append(storage.data_ptr() + within[(within >= 0) & (within < storage.nbytes())])
@@ -409,10 +410,14 @@ def _host_reader(tensors: Sequence[torch.Tensor], storages: Sequence[Any], numbe
     first, last = int(addresses.min()), int(addresses.max())
     memory = np.ctypeslib.as_array((ctypes.c_uint8 * (last + 1 - first)).from_address(first))
     offsets = addresses - first
-    return lambda _: torch.from_numpy(memory.take(offsets))
+
+    def read(_tensors: object, _kept: object = storages) -> torch.Tensor:
+        return torch.from_numpy(memory.take(offsets))
+
+    return read
 
 
-def _device_reader(tensors: Sequence[torch.Tensor], _: object, numbers: Iterable[int]) -> _Reader:
+def _device_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _Reader:
     chosen = [(n, _some_elements(tensors[n]), int(tensors[n].storage_offset())) for n in numbers]
     views = [(n, ((len(some),), (some.step,), offset + some.start)) for n, some, offset in chosen]
     return lambda now: torch.cat([now[n].as_strided(*view) for n, view in views]).view(torch.uint8)
