@@ -84,6 +84,8 @@ class EngineWeights:
                 return ""
             if self._version and self._has_changed():
                 self._forget()
+            if not self._is_flushed:
+                self._report("the weights change: KV is not reused until SGLang's cache is flushed")
             return self._version
 
     def close(self) -> None:
@@ -121,8 +123,6 @@ class EngineWeights:
         return self._digest() != before
 
     def _forget(self) -> None:
-        if self._version:
-            self._report("the weights change: KV is not reused until SGLang's cache is flushed")
         self._is_flushed, self._version = False, ""
 
     def _agree(self) -> None:
