@@ -72,7 +72,7 @@ def adapters_of(references: Iterable[Any]) -> str:
             digests[each.lora_id] = weights_digest(_directory(each.lora_path, None))
         except (OSError, ValueError, ImportError) as error:
             raise InvalidArgumentError(
-                f"adapter {each.lora_name!r} at {each.lora_path!r} cannot be told from others ({error!r}): give a"
+                f"adapter {each.lora_name!r} at {each.lora_path!r} cannot be identified ({error!r}): give a"
                 " directory as its path"
             ) from error
     return json.dumps(digests, sort_keys=True) if digests else ""

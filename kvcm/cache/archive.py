@@ -994,7 +994,7 @@ class Importer:
     async def _mark_unverified(self, rows: Iterable[Row]) -> None:
         """Have the packed locations of rows verified before they are served: their storages went on after the export.
 
-        Each time anew, so that no verification ends which began before these rows were there.
+        With another mark each time, so that no verification ends which began before these rows were there.
         """
         places = (place for row in rows for place in row.record.locations)
         marks, is_new = self._store.table(UNVERIFIED), False

@@ -509,7 +509,7 @@ class GarbageCollector:
         for handle in self._current():
             async for batch in handle.meta_index.scan(_SLICE):
                 if not is_current():
-                    raise NotReadyError("what is verified changed meanwhile: it is verified again")
+                    raise NotReadyError("the store or the leader changed meanwhile: the storage is verified again")
                 counts["blocks"] += len(batch)
                 counts += await self._give_up(handle, batch, is_its, dry_run=False)
                 await self._pause(len(batch) / _CHECKED_PER_SECOND)

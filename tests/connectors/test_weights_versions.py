@@ -65,6 +65,14 @@ def data_replaced(model: Any) -> None:
         parameter.data = trained()[name]
 
 
+def new_bias(model: Any) -> None:
+    attention(model).o_proj.bias = nn.Parameter(torch.ones(model.config.hidden_size))
+
+
+def child_of_a_leaf(model: Any) -> None:
+    attention(model).o_proj.adapter = nn.Linear(2, 2)
+
+
 def step_of_an_optimiser(model: Any) -> None:
     optimiser = torch.optim.SGD(model.parameters(), lr=1.0)
     model(IDS, labels=IDS).loss.backward()
@@ -218,7 +226,9 @@ def test_single_elements_of_large_models_are_found_when_all_are_compared(connect
 
 
 @pytest.mark.parametrize("reader", [_host_reader, _device_reader])
-@pytest.mark.parametrize("change", [one_matrix, one_element, reload, reload_past_the_counter, data_replaced])
+@pytest.mark.parametrize(
+    "change", [one_matrix, one_element, reload, reload_past_the_counter, data_replaced, new_bias, child_of_a_leaf]
+)
 def test_signs_find_changes_of_large_models(
     change: Callable[[Any], None], reader: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
