@@ -254,7 +254,7 @@ def test_a_manager_that_hangs_costs_the_deadline(open_store: Open, new_manager: 
 def test_pages_beyond_the_quota_are_not_stored(open_store: Open, new_manager: Callable[..., ManagerProcess]) -> None:
     manager = new_manager()
     store = open_store(manager.address)
-    manager.set_quota("default", 3 * PageMemory(store.pool).page_bytes - 1)  # two pages use too little to be reclaimed
+    manager.set_quota("default", 3 * PageMemory(store.pool).page_bytes - 1)
     assert store.save(_HASHES[:4], slots(0, 1, 2, 3)).flags == [True, True, False, False]
     assert store.exists(_HASHES[:4]) == 2
     assert store.save(_HASHES[4:6], slots(0, 1)).flags == [False, False]

@@ -41,9 +41,10 @@ class ManagerProcess:
         self._update_group(group, change)
 
     def set_quota(self, group: str, capacity_bytes: int) -> None:
-        """Set how much a group may use, per type of storage, too."""
+        """Set how much a group may use, per type of storage, too; what it has is not evicted when it is full."""
 
         def change(found: admin_service_pb2.InstanceGroup) -> None:
+            found.cache_config.reclaim_strategy.trigger_strategy.used_percentage = 2  # off
             found.quota.capacity = capacity_bytes
             for quota in found.quota.quota_config:
                 quota.capacity = capacity_bytes
