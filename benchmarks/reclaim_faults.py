@@ -20,9 +20,10 @@ from report import Row, arguments, is_sound, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
+from crash_rounds import crash
 from failing_storages import OUTAGES, OutageReport, run_outage
 from reclaim_handover import Takeover, take_over
-from reclaim_rounds import EvictionReport, evict_and_kill, eviction_rig
+from reclaim_rounds import EvictionReport, eviction_rig
 from redis_servers import standalone
 from shared_directory import SharedReport, share_directory
 
@@ -56,7 +57,7 @@ def kills(store: str, count: int, seed: int) -> list[Row]:
         if not STORES[store]:
             uri = stack.enter_context(standalone(directory / "redis")).uri("reclaim")
         rig = stack.enter_context(eviction_rig(directory, uri, seed, STORES[store] or "always"))
-        asyncio.run(evict_and_kill(rig, count, AUDIT_EVERY, lambda text: print(f"{store}: {text}", file=sys.stderr)))
+        asyncio.run(crash(rig, count, AUDIT_EVERY, lambda text: print(f"{store}: {text}", file=sys.stderr)))
     return kill_rows(f"{store}, {count} kills", rig.report)
 
 

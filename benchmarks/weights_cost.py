@@ -1,9 +1,9 @@
 """Claim: that keys depend on the weights costs a lookup at most 2 %, and a start with cached digests at most a second.
 
 A lookup is what a call of `generate` does before it computes: keys, match, and load of the known prefix, from files in
-the page cache and a real manager. Before each one signs tell whether the weights are still those of the last version.
-Both are timed in turns in one process. The model has the shape of SmolLM2-135M and random weights, in half precision as
-it is served.
+the page cache and a real manager. It begins with signs that tell whether the weights are still those of the last
+version, whose share is timed in each call. Their time cannot be had from two medians of lookups, which vary by more.
+The model has the shape of SmolLM2-135M and random weights, in half precision as it is served.
 
 A start is the digest of a model's files: the first one reads them, later ones look up what was kept.
 
@@ -63,22 +63,34 @@ def lookups(rounds: int) -> list[Row]:
         try:
             with KVReuse.connect(served, manager.address, "default", "cost", settings=_PATIENT) as reuse:
                 reuse.generate(ids, max_new_tokens=1)
-                signs, found = [], []
+                signs, rest = [], []
+                reuse.weights.version = timed(reuse.weights.version, signs)
                 for _ in range(rounds):
-                    signs.append(seconds_of(reuse.weights.version))
                     reuse.generate(ids, max_new_tokens=1)
                     assert reuse.last_report is not None
                     assert reuse.last_report.loaded_tokens == _PROMPT_TOKENS
-                    found.append(reuse.last_report.load_seconds)
+                    rest.append(reuse.last_report.load_seconds - signs[-1])
         finally:
             manager.stop()
-    share = statistics.median(signs) / statistics.median(found)
+    share = statistics.median(signs) / statistics.median(rest)
     case = f"{_PROMPT_TOKENS:,} tokens known, {len(list(served.parameters()))} tensors"
     return [
-        Row(case, "signs before a lookup", 1000 * statistics.median(signs), "ms"),
-        Row(case, "lookup and load", 1000 * statistics.median(found), "ms"),
-        Row(case, "share of signs", share, "", target=f"<= {MOST_SHARE:g}", ok=share <= MOST_SHARE),
+        Row(case, "signs", 1000 * statistics.median(signs), "ms"),
+        Row(case, "lookup and load without them", 1000 * statistics.median(rest), "ms"),
+        Row(case, "signs add", share, "", target=f"<= {MOST_SHARE:g}", ok=share <= MOST_SHARE),
     ]
+
+
+def timed(call: Callable[[], str], seconds: list[float]) -> Callable[[], str]:
+    """Return the same function, whose times are kept."""
+
+    def run() -> str:
+        begin = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - begin)
+        return result
+
+    return run
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -125,7 +137,7 @@ def starts(megabytes: int) -> list[Row]:
 def main() -> int:
     """Run the benchmark."""
     options = arguments(__doc__ or "").parse_args()
-    rows = [*lookups(3 if options.quick else 30), *digests(), *starts(64 if options.quick else 4096)]
+    rows = [*lookups(3 if options.quick else 200), *digests(), *starts(64 if options.quick else 4096)]
     return 0 if publish("What versions of weights cost", rows, options.json) or options.quick else 1
 
 

@@ -20,11 +20,10 @@ import ctypes
 import hashlib
 import json
 import logging
-import operator
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 from uuid import uuid4
@@ -273,9 +272,8 @@ _registered = _Registered()
 torch_modules.register_module_module_registration_hook(_registered)
 torch_modules.register_module_parameter_registration_hook(_registered)
 torch_modules.register_module_buffer_registration_hook(_registered)
-_is_none = partial(operator.is_, None)
 # Copies some bytes of some tensors, and is given all those of the snapshot.
-_Reader = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+_Reader = Callable[[Sequence[torch.Tensor]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +281,16 @@ class _Snapshot:
     """The signs of one moment. Until the next check it keeps modules that were replaced, and host memory that was left.
 
     Attributes:
-        modules: all of them, kept since identities are compared.
-        owners: their dictionaries of modules and tensors, as far as something is in them.
+        parents: dictionaries of modules.
+        modules: what is in them, one after the other.
+        owners: dictionaries of parameters and buffers, as far as something is in them.
+        named: other dictionaries, and what counts in them.
         identities: of all that is in these.
+        references: to what is not kept, so that its identity cannot be another one's unnoticed.
+        gone: those of them that are dead. Looking at each would take longer, since they are cold memory.
         empty: the others, most of them: cold memory, which is only looked at when one registered something.
-        registrations: how many there were when they were empty, one number.
-        objects: other objects that count, by name.
-        tensors: with memory of their own.
+        registrations: how many there were when they were empty.
+        tensors: which of these have memory of their own.
         places: of them in memory, see `_places`.
         writes: to each tensor as PyTorch counts them; None where it does not count all (`torch.inference_mode`).
         readers: of some elements of each tensor: one for the CPU, and one for each type and device.
@@ -297,44 +298,53 @@ class _Snapshot:
         adapters: of PEFT, by layer.
     """
 
-    modules: list[nn.Module]
+    parents: list[dict[str, Any]]
+    modules: list[Any]
     owners: list[dict[str, Any]]
+    named: list[tuple[dict[str, Any], str]]
     identities: list[int]
+    references: list[weakref.ref[Any]]
+    gone: list[weakref.ref[Any]]
     empty: list[dict[str, Any]]
-    registrations: list[int]
-    objects: list[tuple[dict[str, Any], str, Callable[[], object]]]
-    tensors: list[weakref.ref[torch.Tensor]]
+    registrations: int
+    tensors: list[int]
     places: list[int]
     writes: list[int] | None
     readers: list[_Reader]
-    samples: list[torch.Tensor]
+    samples: list[bytes]
     adapters: list[tuple[nn.Module, tuple[object, ...]]]
 
     @classmethod
-    @torch.no_grad()
     def of(cls, model: nn.Module) -> _Snapshot:
         modules = list(model.modules())
         found = [entry for module in modules for entry in _tensors_of(module)]
-        others = [entry for module in modules for entry in _packing_functions(module)]
-        others += [entry for entry in found if not _has_memory(entry[2])]
         tensors = [tensor for _, _, tensor in found if _has_memory(tensor)]
         groups: dict[object, list[int]] = {}
         for number, tensor in enumerate(tensors):
             groups.setdefault(None if tensor.is_cpu else (tensor.dtype, tensor.device), []).append(number)
         readers = [(_device_reader if key else _host_reader)(tensors, each) for key, each in groups.items()]
         _registered.watched.update(modules)
-        registrations = [_registered.count]
-        owned: list[dict[str, Any]] = [each for module in modules for each in (module._modules, module._parameters)]
+        registrations = _registered.count
+        parents: list[dict[str, Any]] = [module._modules for module in modules]
+        owned: list[dict[str, Any]] = [module._parameters for module in modules]
         owned += [module._buffers for module in modules if not _dynamic_buffers(module)]
-        owners = [each for each in owned if each]
+        owners, whole = [*filter(None, owned)], {*map(id, owned)}
+        found += [entry for module in modules for entry in _packing_functions(module)]
+        named = [(each, name) for each, name, _ in found if id(each) not in whole]
+        values = _values(owners, named)
+        numbers = {id(value): number for number, value in enumerate(values)}
+        gone: list[weakref.ref[Any]] = []
         return cls(
-            modules=modules,
+            parents=[*filter(None, parents)],
+            modules=_values(parents),
             owners=owners,
-            identities=_identities(owners),
-            empty=[each for each in owned if not each],
+            named=named,
+            identities=[*map(id, values)],
+            references=[weakref.ref(value, gone.append) for _, _, value in found],
+            gone=gone,
+            empty=[each for each in (*parents, *owned) if not each],
             registrations=registrations,
-            objects=[(owned, name, weakref.ref(value)) for owned, name, value in others],
-            tensors=[weakref.ref(tensor) for tensor in tensors],
+            tensors=[numbers[id(tensor)] for tensor in tensors],
             places=_places(tensors),
             writes=_writes(tensors),
             readers=readers,
@@ -342,20 +352,21 @@ class _Snapshot:
             adapters=[(module, how) for module in modules if (how := _adapters_of(module)) is not None],
         )
 
-    @torch.no_grad()
     def holds(self, *, trusts_counters: bool = True) -> bool:
         """Return whether no sign differs.
 
         Args:
             trusts_counters: writes that PyTorch does not count are a sign of a change.
         """
-        if not self._has_same_modules():
+        values = _values(self.owners, self.named)  # from here on none of them goes
+        if self.gone or [*map(id, values)] != self.identities:
+            return False
+        # PyTorch tells of a registration before it is made: one that was counted may show in a later check only.
+        if _values(self.parents) != self.modules or (_registered.count != self.registrations and any(self.empty)):
             return False
         if any(_adapters_of(layer) != how for layer, how in self.adapters):
             return False
-        tensors: list[Any] = [reference() for reference in self.tensors]
-        if any(map(_is_none, tensors)):  # another one has its identity now
-            return False
+        tensors = [values[number] for number in self.tensors]
         if _places(tensors) != self.places:
             return False
         if self.writes is None:
@@ -363,16 +374,7 @@ class _Snapshot:
                 return False
         elif _writes(tensors) != self.writes:
             return False
-        return all(map(torch.equal, (read(tensors) for read in self.readers), self.samples))
-
-    def _has_same_modules(self) -> bool:
-        registrations = [_registered.count]
-        if registrations != self.registrations:
-            if any(self.empty):
-                return False
-            self.registrations[:] = registrations
-        is_same = all(owned.get(name) is before() for owned, name, before in self.objects)
-        return is_same and _identities(self.owners) == self.identities
+        return [read(tensors) for read in self.readers] == self.samples
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -382,8 +384,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return False
 
 
-def _identities(owners: Iterable[dict[str, Any]]) -> list[int]:
-    return [*map(id, chain.from_iterable(map(dict.values, owners)))]
+def _values(owners: Iterable[dict[str, Any]], named: Iterable[tuple[dict[str, Any], str]] = ()) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, owners)), *[owned.get(name) for owned, name in named]]
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -399,20 +401,22 @@ def _writes(tensors: Iterable[torch.Tensor]) -> list[int] | None:
 
 
 def _host_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _Reader:
-    # Views take ten times as long as reading their elements. So bytes are read by address, which is safe while tensors
+    # Views take ten times as long as reading their elements. So words are read by address, which is safe while tensors
     # have the places that they have here: storages are kept, since another thread may give tensors others meanwhile.
-    storages, found = [tensors[n].untyped_storage() for n in numbers], []
-    for tensor, storage in zip((tensors[n] for n in numbers), storages, strict=True):
-        bytes_ = np.arange(tensor.itemsize) + np.array(_some_elements(tensor))[:, None] * tensor.itemsize
-        within = tensor.data_ptr() - storage.data_ptr() + bytes_.ravel()
+    chosen = [tensors[n] for n in numbers]
+    storages, found = [tensor.untyped_storage() for tensor in chosen], []
+    word = math.gcd(8, *[tensor.itemsize for tensor in chosen], *[tensor.data_ptr() for tensor in chosen])
+    for tensor, storage in zip(chosen, storages, strict=True):
+        words = np.arange(0, tensor.itemsize, word) + np.array(_some_elements(tensor))[:, None] * tensor.itemsize
+        within = tensor.data_ptr() - storage.data_ptr() + words.ravel()
         found.append(storage.data_ptr() + within[(within >= 0) & (within < storage.nbytes())])
     addresses = np.concatenate(found)
     first, last = int(addresses.min()), int(addresses.max())
-    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (last + 1 - first)).from_address(first))
-    offsets = addresses - first
+    memory = np.ctypeslib.as_array((ctypes.c_uint8 * (last + word - first)).from_address(first)).view(f"u{word}")
+    offsets = (addresses - first) // word
 
-    def read(_tensors: object, _kept: object = storages) -> torch.Tensor:
-        return torch.from_numpy(memory.take(offsets))
+    def read(_tensors: object, _kept: object = storages) -> bytes:
+        return memory.take(offsets).tobytes()
 
     return read
 
@@ -420,7 +424,12 @@ def _host_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _Re
 def _device_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _Reader:
     chosen = [(n, _some_elements(tensors[n]), int(tensors[n].storage_offset())) for n in numbers]
     views = [(n, ((len(some),), (some.step,), offset + some.start)) for n, some, offset in chosen]
-    return lambda now: torch.cat([now[n].as_strided(*view) for n, view in views]).view(torch.uint8)
+
+    @torch.no_grad()
+    def read(now: Sequence[torch.Tensor]) -> bytes:
+        return torch.cat([now[n].as_strided(*view) for n, view in views]).view(torch.uint8).cpu().numpy().tobytes()
+
+    return read
 
 
 def _some_elements(tensor: torch.Tensor) -> range:

@@ -69,6 +69,16 @@ def new_bias(model: Any) -> None:
     attention(model).o_proj.bias = nn.Parameter(torch.ones(model.config.hidden_size))
 
 
+def successor(model: Any) -> None:  # of a dead parameter: its identity, its memory, and one other element
+    owned, others = attention(model).o_proj._parameters, []
+    weight, identity = owned["weight"].detach(), id(owned["weight"])
+    weight.numpy()[3, 5] += 50
+    owned["weight"] = None
+    while id(parameter := nn.Parameter(weight)) != identity:
+        others.append(parameter)
+    owned["weight"] = parameter
+
+
 def child_of_a_leaf(model: Any) -> None:
     attention(model).o_proj.adapter = nn.Linear(2, 2)
 
@@ -227,7 +237,8 @@ def test_single_elements_of_large_models_are_found_when_all_are_compared(connect
 
 @pytest.mark.parametrize("reader", [_host_reader, _device_reader])
 @pytest.mark.parametrize(
-    "change", [one_matrix, one_element, reload, reload_past_the_counter, data_replaced, new_bias, child_of_a_leaf]
+    "change",
+    [one_matrix, one_element, reload, reload_past_the_counter, data_replaced, new_bias, child_of_a_leaf, successor],
 )
 def test_signs_find_changes_of_large_models(
     change: Callable[[Any], None], reader: object, monkeypatch: pytest.MonkeyPatch

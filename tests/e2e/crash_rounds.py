@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from key_history import Block, History
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
@@ -202,10 +203,8 @@ def crash_rig(directory: Path, uri: str, seed: int, managers: int = 1) -> Iterat
         yield CrashRig(crash_site(directory), processes, Random(seed), bool(uri))
 
 
-async def crash(
-    rig: CrashRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
-) -> None:
-    """Do so many rounds, and audit the store itself every few."""
+async def crash(rig: Any, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None) -> None:
+    """Do so many rounds of a rig, and have it audit the store itself every few."""
     await rig.set_up()
     for number in range(1, kills + 1):
         await rig.round(audit=number % audit_every == 0 or number == kills)

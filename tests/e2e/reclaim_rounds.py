@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -280,13 +280,3 @@ def eviction_rig(directory: Path, uri: str, seed: int, fsync: str = "always") ->
     settings = {"kvcm.store.fsync": fsync, "kvcm.leader_elector.lease_ms": "1000"}
     with managers_on(directory, uri, settings=settings) as (manager,):
         yield EvictionRig(eviction_site(directory), manager, Random(seed), bool(uri))
-
-
-async def evict_and_kill(
-    rig: EvictionRig, kills: int, audit_every: int, progress: Callable[[str], None] = lambda _text: None
-) -> None:
-    """Do so many rounds, and recount the store every few."""
-    await rig.set_up()
-    for number in range(1, kills + 1):
-        await rig.round(audit=number % audit_every == 0 or number == kills)
-        progress(f"{number}/{kills} kills, {len(rig.report.wrong)} violations")

@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from crash_rounds import crash
 from reclaim_handover import take_over
-from reclaim_rounds import evict_and_kill, eviction_rig
+from reclaim_rounds import eviction_rig
 from redis_servers import Standalone
 from shared_directory import share_directory
 
@@ -21,7 +22,7 @@ def test_a_manager_killed_while_it_evicts_leaves_nothing_behind(
     uri = redis_standalone.uri("reclaim-kills") if store == "redis" else ""
     fsync = "everysec" if store.endswith("second") else "always"
     with eviction_rig(tmp_path, uri, seed=5, fsync=fsync) as rig:
-        asyncio.run(evict_and_kill(rig, kills=3, audit_every=3))
+        asyncio.run(crash(rig, kills=3, audit_every=3))
     assert rig.report.wrong == []
     assert rig.report.checked_blocks > 0
 

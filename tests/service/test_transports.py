@@ -193,8 +193,7 @@ def test_the_meta_port_serves_the_meta_calls_and_the_admin_port_the_others(http_
 
 
 @pytest.mark.parametrize(
-    "body",
-    ['{"sw_size":"\\r\\nSet-Cookie: a"}', '{"ü\u2028\\r\\nx":1,"ü\u2028\\r\\nx":2}', '{"block_keys":[0,"x"]}'],
+    "body", ['{"sw_size":"\\r\\nSet-Cookie: a"}', '{"ü\u2028\\r\\nx":1,"ü\u2028\\r\\nx":2}', '{"block_keys":[0,"x"]}']
 )
 def test_the_reason_of_a_400_is_one_printable_header(http_driver: HttpDriver, body: str) -> None:
     answer = post(http_driver.data, "/api/getCacheLocation", body.encode())
