@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from kvcm import __version__
 from kvcm.service.calls import Call
 from kvcm.service.http_server import Page, PageRequest
+from kvcm.service.json_codec import is_own
 
 __all__ = ["OPENAPI_PATH", "CallsPage", "document_of"]
 
@@ -34,8 +35,8 @@ _RETRY: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "
 _REASON: Final = {"x-kvcm-error": {"description": "What is wrong.", "schema": {"type": "string"}}}
 _DESCRIPTION: Final = (
     "The calls of this port. Whatever their outcome, the status is 200: it stands in `header.status`. Integers of 64 "
-    "bits are texts in answers, and texts or numbers in requests; enums are names, and also numbers in requests, where "
-    "unknown names are ignored. null is the default."
+    "bits are texts in answers, and texts or numbers in requests; enums are names, and also numbers in requests. null "
+    "is the default. Unknown fields and names of enums are ignored where a schema does not refuse them."
 )
 
 
@@ -125,10 +126,10 @@ class _ResponseSchemas:
         if field.message_type is not None:
             return self.reference(field.message_type)
         if field.enum_type is not None:
-            return self._enum(field.enum_type)
+            return self._enum(field.enum_type, is_own(field.containing_type))
         return self._scalar(field.type)
 
-    def _enum(self, enum: EnumDescriptor) -> _Json:
+    def _enum(self, enum: EnumDescriptor, is_strict: bool) -> _Json:
         return {"anyOf": [{"type": "string", "enum": [value.name for value in enum.values]}, {"type": "integer"}]}
 
     def _scalar(self, kind: int) -> _Json:
@@ -155,6 +156,8 @@ class _RequestSchemas(_ResponseSchemas):
         found = {**super()._object(descriptor)}
         found.pop("required", None)
         pairs = [pair for oneof in descriptor.oneofs for pair in combinations([each.name for each in oneof.fields], 2)]
+        if is_own(descriptor):
+            found["additionalProperties"] = False
         if pairs:
             found["allOf"] = [{"not": {"required": list(pair)}} for pair in pairs]
         return found
@@ -162,9 +165,9 @@ class _RequestSchemas(_ResponseSchemas):
     def _field(self, field: FieldDescriptor) -> _Json:
         return {"anyOf": [super()._field(field), {"type": "null"}]}
 
-    def _enum(self, enum: EnumDescriptor) -> _Json:
-        names = {"type": "string", "examples": [value.name for value in enum.values]}
-        return {"anyOf": [names, _integer(32)]}
+    def _enum(self, enum: EnumDescriptor, is_strict: bool) -> _Json:
+        kind = "enum" if is_strict else "examples"
+        return {"anyOf": [{"type": "string", kind: [value.name for value in enum.values]}, _integer(32)]}
 
     def _scalar(self, kind: int) -> _Json:
         match kind:

@@ -380,7 +380,7 @@ class Caller:
         if text:  # a handler may have left a remark on a success
             header.status.message = text
         if call.is_traced and hasattr(header, "request_id"):
-            header.request_id = f"{trace_id}_{time.time_ns() // 1000}"
+            header.request_id = f"{trace_id[:_MOST_ECHOED]}_{time.time_ns() // 1000}"
         if timing is not None:
             timing.fill_header(header, seconds)
         self._observer.end(begun, call, request, arrival, Outcome(code, text, seconds, labels))
@@ -403,6 +403,7 @@ class Caller:
 
 # Everything that observes a call.
 
+_MOST_ECHOED: Final = 1024  # characters of a trace id, which may be what is refused
 _CANCELLED: Final = "CANCELLED"
 _DECLARED_CODES: Final = (ErrorCode.OK, ErrorCode.INTERNAL_ERROR)
 _MAX_REASONS: Final = 32

@@ -1,7 +1,8 @@
 """Wire messages as JSON bodies: `parse_request` and `print_response`.
 
-The rules are those of proto3 JSON as the original's server applies them: unknown keys and unknown enum names are
-ignored, wrong types are refused, answers print every field that has no presence.
+The rules are those of proto3 JSON: wrong types are refused, answers print every field that has no presence. Unknown
+keys and unknown names of enums are ignored in the messages of the original, as its server does, and refused in ours:
+there a misspelled limit would grant more than was meant, such as all verbs to a key.
 
 Why not google.protobuf.json_format: it takes ints such as "1_000" and "٣", rounds 9007199254740993.0 (which is then the
 key of another block), and holds the event loop for more than 50 ms to read the 65,536 tokens of one request, this
@@ -34,6 +35,7 @@ __all__ = [
     "LocationTexts",
     "MalformedBody",
     "integers_as_text",
+    "is_own",
     "location_text",
     "parse_request",
     "plain_integers",
@@ -61,6 +63,7 @@ def plain_integers(texts: list[str]) -> list[int]:
 MAX_DEPTH = 100
 """Objects and arrays that may be nested in a body; the contract itself needs fewer than 10."""
 M = TypeVar("M", bound=Message)
+_OWN_PACKAGE = "kvcm.v1"
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -68,6 +71,11 @@ _MAX_DIGITS = 20  # of a number of 64 bits
 
 class MalformedBody(ValueError):  # noqa: N818 - it says what the body is
     """The body is not the JSON form of the expected message; the text names the place and the error."""
+
+
+def is_own(descriptor: Descriptor | None) -> bool:
+    """Return whether a message is not one of the original's, so that its unknown fields and names are refused."""
+    return descriptor is not None and descriptor.file.package == _OWN_PACKAGE
 
 
 def parse_request(body: bytes, message_type: type[M]) -> M:
@@ -178,6 +186,7 @@ def _fill(message: Message, value: Any) -> None:
     for key, item in value.items():
         field = fields.get(key)
         if field is None:
+            _check_is_ignored(key, message.DESCRIPTOR)
             continue
         try:
             if field.name in given:
@@ -188,6 +197,12 @@ def _fill(message: Message, value: Any) -> None:
         except _WrongValueError as wrong:
             wrong.path.append(f".{field.name}")
             raise
+
+
+def _check_is_ignored(key: str, descriptor: Any) -> None:
+    if is_own(descriptor):
+        names = ", ".join(field.name for field in descriptor.fields)
+        raise _WrongValueError(f"has no field {key!r:.80}: {names or 'none'} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +311,7 @@ def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | 
         case FieldDescriptor.TYPE_DOUBLE:
             return None, _double, _shown_double
         case FieldDescriptor.TYPE_ENUM if source.enum_type is not None:
-            return None, _enum_reader(source.enum_type), _enum_printer(source.enum_type)
+            return None, _enum_reader(source.enum_type, is_own(source.containing_type)), _enum_printer(source.enum_type)
         case FieldDescriptor.TYPE_MESSAGE:
             return None, None, integers_as_text
     raise TypeError(f"{source.full_name} has a type that the contract did not use so far")
@@ -394,12 +409,16 @@ def _string(value: Any) -> str:
     return value
 
 
-def _enum_reader(enum: EnumDescriptor) -> Callable[[Any], int | None]:
+def _enum_reader(enum: EnumDescriptor, is_strict: bool) -> Callable[[Any], int | None]:
     numbers = {value.name: value.number for value in enum.values}
 
     def read(value: Any) -> int | None:
-        """None for an unknown name, which is ignored."""
-        return numbers.get(value) if type(value) is str else _int32(value)
+        """None for an unknown name that is ignored."""
+        if type(value) is not str:
+            return _int32(value)
+        if is_strict and value not in numbers:
+            raise _WrongValueError(f"is {value!r:.80}, must be one of {', '.join(numbers)}")
+        return numbers.get(value)
 
     return read
 

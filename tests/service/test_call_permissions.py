@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 from google.protobuf.message_factory import GetMessageClass
 from secured import Tenants, secured_over
-from test_transport_drivers import SERVICES, Api
-from test_transport_sites import Site
+from test_transport_drivers import SERVICES, Api, post
+from test_transport_sites import Site, unique
 
 from kvcm.service.access import PAGE_POLICIES, POLICIES
 
@@ -225,6 +226,16 @@ def test_a_refused_call_makes_no_lookup(tenants: Tenants, stranger: Api) -> None
             assert (hit.status, hit.text) == (miss.status, miss.text) == (403, hit.text), rpc
         assert _lookups(tenants) == before
         assert site.hits(tenants.instances["b"], [1, 2]) == [1, 2]
+
+
+@pytest.mark.parametrize("misspelled", [{"verbs": ["match"]}, {"verb": ["MATCH"]}, {"ttl": 60}])
+def test_a_misspelled_limit_makes_no_key(tenants: Tenants, misspelled: dict[str, Any]) -> None:
+    name, headers = unique("key"), {"authorization": f"Bearer {tenants.server.admin_key}"}
+    body = {"name": name, "role": "ROLE_ENGINE", "instance_groups": ["*"], **misspelled}
+    with tenants.server.api("http") as api:
+        refused = post(api.driver.admin, "/api/createKey", json.dumps(body).encode(), headers=headers)
+        assert (refused.status, next(iter(misspelled)) in refused.headers["x-kvcm-error"]) == (400, True)
+        assert name not in {key.name for key in api.ok("AccessService.ListKeys").keys}
 
 
 def _lookups(tenants: Tenants) -> list[str]:

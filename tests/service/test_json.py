@@ -277,6 +277,18 @@ def test_every_message_of_the_contract_can_be_read_and_printed(descriptor: Descr
     assert parse_request(print_response(message_type()), message_type) == message_type()
 
 
+@pytest.mark.parametrize("descriptor", ALL_MESSAGES, ids=lambda descriptor: descriptor.full_name)
+def test_our_messages_refuse_unknown_fields_and_names_and_the_others_ignore_them(descriptor: Descriptor) -> None:
+    message_type, unknown = GetMessageClass(descriptor), {"NOPE": "NOPE"}
+    unknown |= {field.name: ["NOPE"] if field.is_repeated else "NOPE" for field in descriptor.fields if field.enum_type}
+    for key, value in unknown.items():
+        text = json.dumps({key: value})
+        if descriptor.file.package == "kvcm.v1":
+            assert "'NOPE'" in refusal(text, message_type)
+        else:
+            assert parsed(text, message_type) == message_type()
+
+
 KEYS = st.sampled_from(
     [name for message in ALL_MESSAGES for field in message.fields for name in (field.name, field.json_name)]
 )

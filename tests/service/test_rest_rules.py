@@ -6,7 +6,7 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -115,6 +115,21 @@ _NO_OBJECTS = [b"", b"{", b"[]", b"null", b'"x"', b"\xff"]
 def test_a_body_that_is_no_document_is_a_400_problem(rest: RestClient, method: str, body: bytes) -> None:
     refused = rest.ask(method, f"/v1/groups/{'default' if method == 'PATCH' else unique('group')}", body)
     assert (refused.status, refused.headers["content-type"], refused.body["status"]) == (400, PROBLEM, 400)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda text: {text: 1},
+        lambda text: {"storage_candidates": [text]},
+        lambda text: {"quota": {"quota_config": [{"storage_type": text}]}},
+        lambda text: {"quota": {"capacity": text}},
+    ],
+)
+def test_a_long_document_is_not_sent_back(rest: RestClient, make: Callable[[str], dict[str, Any]]) -> None:
+    refused = rest.put("/v1/groups/long", {**DOC, **make("x" * 200_000)})
+    assert refused.status == 400
+    assert len(refused.raw) + len(str(refused.headers)) < 4000
 
 
 def test_a_body_beyond_2_mib_is_413(rest: RestClient) -> None:

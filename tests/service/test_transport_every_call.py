@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import test_access_cases
@@ -15,6 +17,7 @@ import test_meta_cases
 import test_pin_cases
 import test_pool_cases
 import test_storage_cases
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from test_meta_cases import Fields, Refused
 from test_transport_drivers import SERVICES, Api
 from test_transport_sites import Site, unique
@@ -62,6 +65,25 @@ def test_an_unparsable_request_is_refused_by_every_call_and_the_connection_goes_
     service, _, name = rpc.partition(".")
     assert each_api.driver.refuses_unparsable(service, name)
     assert each_api.call("AdminService.CheckHealth").is_health
+
+
+@pytest.mark.parametrize("rpc", EVERY_RPC)
+def test_a_text_that_is_too_long_is_not_sent_back(each_api: Api, rpc: str) -> None:
+    service, _, name = rpc.partition(".")
+    for fields in _long_texts(SERVICES[service].methods_by_name[name].input_type):
+        assert each_api.call(rpc, **fields).ByteSize() < 2000
+
+
+def _long_texts(descriptor: Descriptor, depth: int = 0) -> Iterator[Fields]:
+    """Yield the fields of requests with one text each that is longer than any may be."""
+    for field in descriptor.fields:
+        if field.type == FieldDescriptor.TYPE_STRING:
+            values: Iterator[Any] = iter(["x" * 200_000])
+        elif field.message_type is not None and depth < 4:
+            values = _long_texts(field.message_type, depth + 1)
+        else:
+            continue
+        yield from ({field.name: [value] if field.is_repeated else value} for value in values)
 
 
 def test_the_header_of_a_refusal_has_a_request_id_too(each_api: Api) -> None:

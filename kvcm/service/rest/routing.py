@@ -304,7 +304,8 @@ def _problem_of_fields(errors: Sequence[Any]) -> Problem:
 
 
 def _field_error(error: Mapping[str, Any]) -> FieldError:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])[1:]
+    most = _MAX_SHOWN_CHARACTERS  # of a name, which may be one that the client made up
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:most]}" for part in error["loc"])[1:]
     is_absent = error["type"] in {"missing", "json_invalid"}
     is_secret = bool(_SECRET & {str(part) for part in error["loc"]})
     reason = str(error["ctx"]["error"]) if error["type"] in {"json_invalid", "value_error"} else error["msg"]
