@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+from kvcm.model.errors import UnknownInstanceError
 from kvcm.model.principals import (
     ALL_GROUPS,
     ANONYMOUS,
@@ -101,6 +102,7 @@ def _on_group(field: str, *verbs: Verb) -> Policy:
     return Policy(frozenset(verbs), Scope.GROUP, field)
 
 
+_OF_INSTANCES: Final = (Scope.INSTANCE, Scope.OWN_GROUPS)
 _OPEN: Final = Policy(None, Scope.NOTHING, is_open=True)
 _ANY_PRINCIPAL: Final = Policy(None, Scope.NOTHING)
 """Of what every principal may do."""
@@ -302,6 +304,13 @@ class Access(Protocol):
             ForbiddenError: it lacks the permission, or has it for other groups only.
         """
 
+    def check_instance(self, service: str, name: str, request: Any, principal: Principal) -> None:
+        """Check that a principal covers the instance that a request is about; `check` admitted the call.
+
+        Raises:
+            UnknownInstanceError: it does not, or there is no such instance. Whether there is one is not said.
+        """
+
 
 class OpenAccess:
     """Authentication is disabled."""
@@ -324,6 +333,9 @@ class OpenAccess:
         return True
 
     def check(self, _service: str, _name: str, _request: Any, _principal: Principal) -> None:
+        """Reject nothing."""
+
+    def check_instance(self, _service: str, _name: str, _request: Any, _principal: Principal) -> None:
         """Reject nothing."""
 
 
@@ -390,6 +402,19 @@ class KeyedAccess:
         self._check_verbs(policy, principal)
         self._check_scope(policy, request, principal)
 
+    def check_instance(self, service: str, name: str, request: Any, principal: Principal) -> None:
+        """Refuse an instance of another group like one that does not exist."""
+        policy = POLICIES[service, name]
+        if policy.scope not in _OF_INSTANCES or ALL_GROUPS in principal.groups:
+            return
+        instance_id = getattr(request, "instance_id", "")
+        if policy.scope is Scope.OWN_GROUPS and not instance_id:  # of all instances that the principal covers
+            return
+        group = self._group_of(instance_id)
+        if group is None or group not in principal.groups:
+            self.denied[policy.action] += group is not None
+            raise UnknownInstanceError(f"instance {instance_id!r} is not registered: call RegisterInstance first")
+
     def _optional_principal(self, credentials: Credentials) -> Principal:
         """Return the principal of an open page, which may show more to authenticated clients."""
         if credentials == _NO_CREDENTIALS:
@@ -452,8 +477,8 @@ class KeyedAccess:
         if policy.scope is Scope.NOTHING or ALL_GROUPS in principal.groups:
             return
         if policy.scope is Scope.INSTANCE:
-            self._check_instance(policy, request.instance_id, principal)
-        elif policy.scope is Scope.OWN_GROUPS:
+            return  # see `check_instance`
+        if policy.scope is Scope.OWN_GROUPS:
             self._check_own_groups(policy, request, principal)
         elif policy.scope is Scope.DEPLOYMENT or not getattr(request, policy.field):
             raise self._denied(policy, f"{principal.name} may not do this for all instance groups")
@@ -461,16 +486,14 @@ class KeyedAccess:
             if getattr(request, policy.field) not in principal.groups:
                 raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} in this instance group")
             if policy.field == "instance_group" and hasattr(request, "instance_id"):
-                self._check_instance(policy, request.instance_id, principal)
+                self._check_id_is_free(policy, request.instance_id, principal)
 
     def _check_own_groups(self, policy: Policy, request: Any, principal: Principal) -> None:
         group = getattr(request, policy.field)
         if group and group not in principal.groups:
             raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} in this instance group")
-        if hasattr(request, "instance_id"):
-            self._check_instance(policy, request.instance_id, principal)
 
-    def _check_instance(self, policy: Policy, instance_id: str, principal: Principal) -> None:
+    def _check_id_is_free(self, policy: Policy, instance_id: str, principal: Principal) -> None:
         group = self._group_of(instance_id)
         if group is not None and group not in principal.groups:
             raise self._denied(policy, f"{principal.name} may not {_action_text(policy)} on this instance")

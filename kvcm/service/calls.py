@@ -391,14 +391,18 @@ class Caller:
         before = call_context.set(CallContext(arrival.principal, call.name, arrival.peer))
         try:
             try:
-                return await call.handler(request)
+                return await self._run_on_covered(call, request, arrival)
             except UnknownInstanceError:
                 if not await self._refresh():
                     raise
-            self.access.check(call.service, call.name, request, arrival.principal)  # its group is known only now
-            return await call.handler(request)
+            return await self._run_on_covered(call, request, arrival)
         finally:
             call_context.reset(before)
+
+    def _run_on_covered(self, call: Call, request: Any, arrival: Arrival) -> Awaitable[Reply]:
+        if self._is_guarded:
+            self.access.check_instance(call.service, call.name, request, arrival.principal)
+        return call.handler(request)
 
 
 # Everything that observes a call.

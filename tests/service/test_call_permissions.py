@@ -14,7 +14,7 @@ from secured import Tenants, secured_over
 from test_transport_drivers import SERVICES, Api, post
 from test_transport_sites import Site, unique
 
-from kvcm.service.access import PAGE_POLICIES, POLICIES
+from kvcm.service.access import PAGE_POLICIES, POLICIES, Scope
 
 _ADMIN = "admin"
 _OPERATORS = "operator admin"
@@ -147,10 +147,12 @@ def test_the_table_has_every_call() -> None:
 def test_a_call_is_open_to_keys_with_the_permission_and_to_no_others(rpc: str, tenants: Tenants, stranger: Api) -> None:
     """Each kind of credential once; an allowed call gets an answer, even if the request makes no sense."""
     may = _MAY_CALL[rpc]
+    answered = may | _answered_as_unknown(rpc)
     fields = fields_of(rpc, tenants)
     found = {name: stranger.attempt(rpc, tenants.authorization(name), **fields) for name in tenants.keys}
     found |= {name: stranger.attempt(rpc, sent, **fields) for name, (sent, _) in _STRANGERS.items()}
-    assert {name for name, turn in found.items() if turn.status == 200} == may
+    assert {name for name, turn in found.items() if turn.status == 200} == answered
+    assert all("is not registered" in found[name].text for name in answered - may)
     unknown = {*_STRANGERS, "expired"}
     assert {name for name, turn in found.items() if turn.status == 401} == unknown - may
     for name, (_, text) in _STRANGERS.items():
@@ -165,8 +167,19 @@ def test_a_certificate_stands_for_a_key(rpc: str, tenants: Tenants, certified: d
     fields = fields_of(rpc, tenants)
     found = {name: api.attempt(rpc, **fields).status for name, api in certified.items()}
     is_open = "anonymous" in may
-    assert {name for name, status in found.items() if status == 200} == (set(found) if is_open else may)
+    answered = set(found) if is_open else may | _answered_as_unknown(rpc)
+    assert {name for name, status in found.items() if status == 200} == answered
     assert {name for name, status in found.items() if status == 401} == (set() if is_open else {"unknown", "expired"})
+
+
+def _answered_as_unknown(rpc: str) -> set[str]:
+    """Return the kinds of keys that may call this, and not for the instance of tenant a: they do not learn of it."""
+    return {"foreign"} if _is_of_instance(rpc) and "engine" in _MAY_CALL[rpc] else set()
+
+
+def _is_of_instance(rpc: str) -> bool:
+    service, _, name = rpc.partition(".")
+    return POLICIES[SERVICES[service].full_name, name].scope is Scope.INSTANCE
 
 
 _OF_TENANTS = [rpc for rpc, may in _MAY_CALL.items() if may & {"engine", "viewer"} and "foreign" not in may]
@@ -174,14 +187,17 @@ _OF_TENANTS = [rpc for rpc, may in _MAY_CALL.items() if may & {"engine", "viewer
 
 @pytest.mark.parametrize("rpc", _OF_TENANTS)
 def test_a_tenant_has_no_permission_in_the_group_of_another(rpc: str, tenants: Tenants, stranger: Api) -> None:
-    """A key has no permission in a group that it does not name. The answer does not show the content of that group."""
-    fields = fields_of(rpc, tenants, "b")
-    for key in (tenants.keys["engine"], tenants.admin_of_a):
-        authorization = f"Bearer {key}"
-        turn = stranger.attempt(rpc, authorization, **fields)
-        assert turn.status == 403
-        assert tenants.instances["b"] not in turn.text
-        assert tenants.groups["b"] not in turn.text
+    """A key has no permission in a group that it does not name. Nothing there is shown, not even that it exists."""
+    fields, foreign = fields_of(rpc, tenants, "b"), tenants.instances["b"]
+    for kind, key in (("engine", tenants.keys["engine"]), ("admin", tenants.admin_of_a)):
+        turn = stranger.attempt(rpc, f"Bearer {key}", **fields)
+        if _is_of_instance(rpc) and kind in _MAY_CALL[rpc]:
+            unknown = stranger.attempt(rpc, f"Bearer {key}", **{**fields, "instance_id": "unknown"})
+            assert (turn.status, unknown.status) == (200, 200)
+            assert turn.text.replace(fields["instance_id"], "unknown") == unknown.text
+            assert "'unknown' is not registered" in unknown.text
+        else:
+            assert (turn.status, foreign in turn.text, tenants.groups["b"] in turn.text) == (403, False, False)
 
 
 def test_pages_are_shown_to_keys_with_the_permission(tenants: Tenants) -> None:
@@ -223,7 +239,8 @@ def test_a_refused_call_makes_no_lookup(tenants: Tenants, stranger: Api) -> None
             hit = stranger.attempt(rpc, tenants.authorization("engine"), instance_id=tenants.instances["b"], **fields)
             missing = {**fields, "block_keys": [77]} if "block_keys" in fields else fields
             miss = stranger.attempt(rpc, tenants.authorization("engine"), instance_id=tenants.instances["b"], **missing)
-            assert (hit.status, hit.text) == (miss.status, miss.text) == (403, hit.text), rpc
+            assert (hit.status, hit.text) == (miss.status, miss.text), rpc
+            assert "is not registered" in hit.text, rpc
         assert _lookups(tenants) == before
         assert site.hits(tenants.instances["b"], [1, 2]) == [1, 2]
 

@@ -270,7 +270,11 @@ def test_a_key_limited_to_a_group_sees_its_sessions(tenants: Tenants, by_tenants
     assert {each["instance_id"] for each in own} == {tenants.instances["a"]}
     assert _ask_of_a(tenants, by_tenants, f"/v1/sessions?group={component(tenants.groups['b'])}").status == 403
     foreign = _ask_of_a(tenants, by_tenants, f"/v1/sessions?instance={component(tenants.instances['b'])}")
-    assert foreign.status == 403
+    unknown = _ask_of_a(tenants, by_tenants, "/v1/sessions?instance=unknown")
+    assert (foreign.status, foreign.body["detail"]) == (
+        404,
+        unknown.body["detail"].replace("unknown", tenants.instances["b"]),
+    )
 
 
 def test_a_key_limited_to_a_group_receives_its_alerts(tenants: Tenants, by_tenants: RestClient) -> None:

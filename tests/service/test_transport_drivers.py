@@ -7,6 +7,7 @@ read by protobuf's own json_format (an answer with an unknown field or a wrong t
 from __future__ import annotations
 
 import http.client
+import json
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +59,8 @@ class Refusal(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """How a transport took a request: the status of HTTP that fits, its text, and what else it says."""
+    """How a transport took a request: the status of HTTP that fits, its text or that of the answer, and what else it
+    says."""
 
     status: int
     text: str
@@ -140,10 +142,10 @@ class GrpcDriver:
             self._metadata if authorization is None else (("authorization", authorization),) if authorization else ()
         )
         try:
-            getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS, metadata=given)
+            answer = getattr(self._stubs[service], rpc)(request, timeout=DEADLINE_SECONDS, metadata=given)
         except grpc.RpcError as error:
             return Turn(_STATUS_OF_CODE[error.code()], error.details(), dict(error.trailing_metadata()))
-        return Turn(200, "", {})
+        return Turn(200, answer.header.status.message, {})
 
     def refuses_unparsable(self, service: str, rpc: str) -> bool:
         call = self.channels[service].unary_unary(f"/{SERVICES[service].full_name}/{rpc}")
@@ -210,6 +212,8 @@ class HttpDriver:
     def attempt(self, service: str, rpc: str, request: Message, authorization: str | None = None) -> Turn:
         body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None)
         answer = self._post(service, rpc, body.encode(), authorization)
+        if answer.status == 200:
+            return Turn(200, json.loads(answer.body)["header"]["status"]["message"], answer.headers)
         return Turn(answer.status, answer.headers.get("x-kvcm-error", ""), answer.headers)
 
     def send(self, service: str, rpc: str, request: Message) -> Any:
