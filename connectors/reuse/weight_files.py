@@ -16,14 +16,16 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-__all__ = ["cache_directory", "weights_digest"]
+from kvcm.model.directories import cache_directory
+
+__all__ = ["weights_digest"]
 
 _log = logging.getLogger(__name__)
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -32,14 +34,6 @@ _READ_BYTES = 8 << 20
 _THREADS = 4
 _SETTLED_SECONDS = 10.0
 _DIGEST_CHARACTERS = 32
-
-
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return where digests are cached; it need not exist."""
-    if named := environment.get("KVCM_CACHE_DIRECTORY"):
-        return Path(named)
-    home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "~").expanduser() / ".cache"
-    return Path(home) / "kvcm"
 
 
 def weights_digest(directory: Path, cache: Path | None = None, now: Callable[[], float] = time.time) -> str:

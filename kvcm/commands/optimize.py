@@ -95,9 +95,7 @@ class ReadArguments:
     ] = 0
     no_cache: Annotated[
         bool,
-        typer.Option(
-            "--no-cache", rich_help_panel=_READING, help="Neither read nor write the binary form beside a trace."
-        ),
+        typer.Option("--no-cache", rich_help_panel=_READING, help="Neither read nor write the binary form of a trace."),
     ] = False
 
 

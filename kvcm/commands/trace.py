@@ -47,7 +47,7 @@ def info(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The trace to look into, plain or .gz.")],
     reading: Reading,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Neither read nor write the binary form beside the trace.")
+        bool, typer.Option("--no-cache", help="Neither read nor write the binary form of the trace.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -8,7 +8,7 @@ import io
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -57,6 +57,7 @@ _MOST_LINE_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_BAD_LINES = 100
 _GZIP = b"\x1f\x8b"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -212,13 +213,18 @@ def _opened(path: Path, progress: Progress | None) -> Iterator[_Source]:
     with file:
         if not found.st_size:
             raise TraceError(f"{path}: is empty")
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise TraceError(f"{path}: is a git-LFS pointer, and not the trace: `git lfs pull` brings that")
+        file.seek(0)
         yield _Source(file, found.st_size, progress)
 
 
 # Decodes lines into typed values; an error names the field, its value and the allowed ones.
 
-Key = int
-"""A block key: any 64 bits; those above 2^63 - 1 are taken for the signed number of the same bits."""
+Key = int | str
+"""A block key: any 64 bits, as a number or a text; those above 2^63 - 1 are taken for the signed number of the same
+bits. Other texts stand for a hash of theirs."""
+_DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,19})")
 MOST_MICROS = 1 << 60
 _MOST_LENGTH = (1 << 31) - 1
 Length = Annotated[int, msgspec.Meta(ge=0, le=_MOST_LENGTH)]
@@ -243,18 +249,25 @@ def decoder(kind: type[Line]) -> Callable[[bytes], Line]:
     return decoded
 
 
-def signed_keys(keys: list[int], name: str) -> list[int]:
+def signed_keys(keys: Sequence[Key], name: str) -> list[int]:
     """Return keys as signed 64-bit numbers.
 
     Raises:
         LineError: one of them has more bits.
     """
-    if not keys or (min(keys) >= -(1 << 63) and max(keys) < 1 << 63):
-        return keys
-    for place, key in enumerate(keys):
-        if not -(1 << 63) <= key < 1 << 64:
-            raise LineError(f"{name}[{place}]: {_quoted(key)} has more than 64 bits")
-    return [key - (1 << 64) if key >> 63 > 0 else key for key in keys]
+    numbers = [key if isinstance(key, int) else _number_of(key) for key in keys]
+    if not numbers or (min(numbers) >= -(1 << 63) and max(numbers) < 1 << 63):
+        return numbers
+    for place, number in enumerate(numbers):
+        if not -(1 << 63) <= number < 1 << 64:
+            raise LineError(f"{name}[{place}]: {_quoted(number)} has more than 64 bits")
+    return [number - (1 << 64) if number >> 63 > 0 else number for number in numbers]
+
+
+def _number_of(text: str) -> int:
+    if _DECIMAL.fullmatch(text):
+        return int(text)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _reason(error: Exception, line: bytes) -> str:
@@ -296,7 +309,7 @@ class MooncakeLine(msgspec.Struct, omit_defaults=True):
         input_length: tokens of the prompt.
         hash_ids: of its blocks; each names the whole prefix up to and including its block.
         output_length: tokens generated.
-        session: of the conversation.
+        session, session_id: of the conversation, under either name.
     """
 
     timestamp: Annotated[float, msgspec.Meta(ge=0, le=MOST_MICROS / 1000)]
@@ -304,6 +317,12 @@ class MooncakeLine(msgspec.Struct, omit_defaults=True):
     hash_ids: list[Key]
     output_length: Length = 0
     session: int | str | None = None
+    session_id: int | str | None = None
+
+    @property
+    def conversation(self) -> int | str | None:
+        """Return what names the conversation, None where nothing does."""
+        return self.session_id if self.session is None else self.session
 
 
 # Lines of `event_publisher.log`, the original's, and of our own manager's events (wire.md 10.3).

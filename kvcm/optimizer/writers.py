@@ -28,6 +28,7 @@ from kvcm.optimizer.formats import (
     BadLines,
     BailianLine,
     Finished,
+    Key,
     LineError,
     Lookup,
     MooncakeLine,
@@ -142,7 +143,7 @@ class _Keys:
         self.names = names
         self._block_tokens = block_tokens
 
-    def of(self, keys: list[int]) -> list[int]:
+    def of(self, keys: Sequence[Key]) -> list[int]:
         return self.names.keys(signed_keys(keys, "keys"))
 
     def of_line(self, line: Lookup | Started | SchemaLine) -> list[int]:
@@ -176,8 +177,8 @@ class _Mooncake:
             "input_length": line.input_length,
             "output_length": line.output_length,
         }
-        if line.session is not None:
-            fields["session"] = self._keys.names.session(line.session)
+        if line.conversation is not None:
+            fields["session"] = self._keys.names.session(line.conversation)
         return fields | {"hash_ids": self._keys.of(line.hash_ids)}
 
 

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from kvcm.connectors.keys import HashKeys, KeyChain
 from kvcm.connectors.reuse import weight_files
 from kvcm.connectors.reuse.registration import KvIdentity
-from kvcm.connectors.reuse.weight_files import cache_directory, weights_digest
+from kvcm.connectors.reuse.weight_files import weights_digest
 from kvcm.connectors.sglang.identity import weights_of
 from kvcm.connectors.sglang.page_store import PageKeys, PageParents
+from kvcm.model.directories import cache_directory
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +13,14 @@ from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.trace import Trace
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the cache directory of the user alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVCM_CACHE_DIRECTORY", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @cache

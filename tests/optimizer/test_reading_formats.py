@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from thoroughness import examples
 
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.optimizer.errors import TraceError
-from kvcm.optimizer.formats import FORMATS
+from kvcm.optimizer.formats import FORMATS, digest_of, format_of
 from kvcm.optimizer.readers import read_trace, trace_of_lines
 from kvcm.optimizer.readers.numbering import chained
 from kvcm.optimizer.readers.trace_cache import Origin, decode_trace, encode_trace
@@ -115,6 +116,46 @@ def test_formats_are_reported_apart(tmp_path: Path, line: str, name: str) -> Non
     assert reported.times_us.tolist() == named.times_us.tolist()
 
 
+_IDS_AS_TEXTS = {
+    "mooncake": '{"timestamp": 1, "input_length": 30, "hash_ids": IDS}',
+    "qwen_bailian": '{"timestamp": 1, "input_length": 48, "hash_ids": IDS, "turn": 1}',
+    "publisher_log": '{"type": "GetCacheLocation", "source": "a", "trigger_time_us": 3, "keys": IDS}',
+    "optimizer_schema": '{"instance_id": "a", "timestamp_us": 3, "keys": IDS, "total_keys": IDS}',
+}
+
+
+@pytest.mark.parametrize("name", _IDS_AS_TEXTS)
+def test_ids_may_be_texts(name: str) -> None:
+    """Numbers as texts are these numbers, as in JSON of 64-bit integers; any other text is an id of its own."""
+    ids = [
+        '[1, 2, "-3"]',
+        '["1", "2", -3]',
+        '["1", "02", "b7-é"]',
+        '["1", "02", "b7-é"]',
+        '["18446744073709551617"]',
+    ]
+    lines = [_IDS_AS_TEXTS[name].replace("IDS", each).encode() for each in ids]
+    trace = trace_of_lines(lines, name, name="test", block_tokens=16)
+    blocks = [trace.blocks[start:end].tolist() for start, end in itertools.pairwise(trace.offsets)]
+    assert blocks == [[0, 1, 2], [0, 1, 2], [0, 3, 4], [0, 3, 4]]
+    assert "has more than 64 bits" in trace.bad_lines[0].reason
+
+
+def test_the_conversation_has_either_name() -> None:
+    base: dict[str, object] = {"timestamp": 1, "input_length": 10, "hash_ids": [1]}
+    named = [{"session": "s"}, {"session_id": "s"}, {"session_id": 5}, {"session": 5, "session_id": "ignored"}, {}]
+    lines = [json.dumps(base | each).encode() for each in named]
+    assert trace_of_lines(lines, "mooncake", name="test", block_tokens=10).sessions.tolist() == [0, 0, 1, 1, -1]
+
+
+@pytest.mark.parametrize("reads", [read_trace, digest_of, format_of])
+def test_a_git_lfs_pointer_is_named_as_one(tmp_path: Path, reads: Callable[[Path], object]) -> None:
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(TraceError, match="is a git-LFS pointer, and not the trace: `git lfs pull`"):
+        reads(path)
+
+
 EDGES = st.sampled_from(
     [0, -1, 1, 2**31 - 1, 2**31, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**40, 1e300, -0.0, 0.5]
 )
@@ -123,7 +164,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=4,
 )
-KEYS = st.lists(st.integers(-3, 3) | EDGES.filter(lambda edge: isinstance(edge, int)), max_size=5)
+KEYS = st.lists(st.integers(-3, 3) | EDGES.filter(lambda edge: isinstance(edge, int)) | st.text(max_size=3), max_size=5)
 MASKS = st.integers(-2, 7) | st.lists(st.booleans(), max_size=7)
 SMALL = st.integers(0, 70)
 SESSIONS = st.sampled_from(["s", "t"])

@@ -1,4 +1,4 @@
-"""The binary form beside a file: everything is kept, and nothing is believed that was not made from this very file."""
+"""The binary form of a file: everything is kept, and nothing is believed that was not made from this very file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,17 @@ def line(ids: list[int], **changes: object) -> str:
     return json.dumps({"timestamp": 1, "input_length": 10 * len(ids), "hash_ids": ids, **changes}) + "\n"
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache directory."""
+    monkeypatch.setenv("KVCM_CACHE_DIRECTORY", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "traces"
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "trace.jsonl"
     path.write_text(line([1, 2, 3]) + "bad\n" + line([1, 2, 4]))
     return path
 
@@ -57,12 +65,24 @@ def test_everything_is_kept(trace: Trace, bad: list[BadLine]) -> None:
         assert not len(column) or (column.flags.writeable and column.flags.aligned)  # one machine code for all traces
 
 
-def test_the_second_reading_uses_the_cache_of_the_first(path: Path) -> None:
+def test_the_second_reading_uses_the_cache_of_the_first(path: Path, cache: Path) -> None:
     first = read(path)
     assert is_from_cache(path)
     assert_same(read(path), first, but=frozenset())
     assert read(path).bad_lines[0].number == 2
-    assert [each.name for each in path.parent.iterdir() if each != path] == ["trace.jsonl.kvtrace"]
+    assert list(path.parent.iterdir()) == [path]  # a folder of data stays as it is
+    assert list(cache.iterdir()) == [cache_path(path)]
+
+
+def test_what_was_not_used_for_a_month_is_removed(path: Path, cache: Path) -> None:
+    read(path)
+    unused, used = cache / "unused.kvtrace", cache_path(path)
+    unused.touch()
+    for each in (unused, used):
+        os.utime(each, (0, 0))
+    read(path)  # is a use
+    read(path, block_tokens=11)
+    assert list(cache.iterdir()) == [used]
 
 
 def test_a_file_that_changed_is_read_again_even_if_its_times_say_it_did_not(path: Path) -> None:
@@ -127,13 +147,13 @@ def test_a_trace_that_cannot_be_is_none_even_with_the_right_hash(field: str, val
 
 
 def test_without_a_cache_reading_goes_on_and_is_logged_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache_path(path).mkdir()
+    cache_path(path).mkdir(parents=True)
     with caplog.at_level(logging.WARNING, "kvcm.optimizer"):
         assert len(read(path)) == 2
         assert len(read(path)) == 2
     assert len(caplog.records) == 1
-    assert str(path.parent) in caplog.text
-    assert sorted(each.name for each in path.parent.iterdir()) == ["trace.jsonl", "trace.jsonl.kvtrace"]
+    assert str(cache_path(path).parent) in caplog.text
+    assert list(cache_path(path).parent.iterdir()) == [cache_path(path)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only the superuser gives files away")
@@ -144,17 +164,17 @@ def test_cache_files_of_another_user_are_not_trusted(path: Path) -> None:
     assert is_from_cache(path)
 
 
-def test_a_directory_that_is_not_for_writing_stays_as_it_is(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path.parent.chmod(0o555)
-    try:
-        assert len(read(path)) == 2
-    finally:
-        path.parent.chmod(0o755)
+def test_a_cache_that_is_not_for_writing_stays_as_it_is(
+    path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o555)
+    assert len(read(path)) == 2
     assert not cache_path(path).exists()
     assert "Permission denied" in caplog.text
 
 
-def test_users_that_cannot_read_the_file_cannot_read_its_cache(path: Path) -> None:
-    path.chmod(0o640)
+def test_no_other_user_can_read_what_is_kept(path: Path) -> None:
+    path.chmod(0o666)
     read(path)
-    assert stat.S_IMODE(cache_path(path).stat().st_mode) == 0o640
+    assert stat.S_IMODE(cache_path(path).stat().st_mode) == 0o600

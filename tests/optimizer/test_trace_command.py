@@ -49,11 +49,13 @@ def test_info_prints_the_contents_of_a_trace(file: Path) -> None:
     assert "unique blocks" in run("info", file, "--no-cache")[0]
 
 
-def test_info_keeps_the_binary_form_unless_reported_otherwise(file: Path) -> None:
+def test_info_keeps_the_binary_form_unless_reported_otherwise(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = file.parent / "cache"
+    monkeypatch.setenv("KVCM_CACHE_DIRECTORY", str(cache))
     run("info", file, "--no-cache")
-    assert [each.name for each in file.parent.iterdir()] == ["in.jsonl"]
+    assert not cache.exists()
     run("info", file)
-    assert sorted(each.name for each in file.parent.iterdir()) == ["in.jsonl", "in.jsonl.kvtrace"]
+    assert [each.suffix for each in (cache / "traces").iterdir()] == [".kvtrace"]
 
 
 def test_convert_writes_another_format_and_names_the_fields_that_it_drops(file: Path, tmp_path: Path) -> None:

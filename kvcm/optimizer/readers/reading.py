@@ -20,6 +20,7 @@ from kvcm.optimizer.formats import (
     BadLines,
     BailianLine,
     Finished,
+    Key,
     LineError,
     Lookup,
     Mask,
@@ -73,7 +74,7 @@ class _MooncakeReader:
         """
         found = self._decode(line)
         time_us = round(found.timestamp * 1000)
-        request = Request(time_us, found.hash_ids, found.input_length, found.output_length, found.session)
+        request = Request(time_us, found.hash_ids, found.input_length, found.output_length, found.conversation)
         self._builder.append(request, number)
 
     def end(self) -> None:
@@ -93,7 +94,7 @@ _MODES = {
 class Keyed(Protocol):
     """What names blocks by keys, or by tokens that keys are computed from."""
 
-    keys: list[int]
+    keys: list[Key]
     tokens: list[int]
 
 
@@ -109,11 +110,11 @@ def keys_of(line: Keyed, instance: str, builder: TraceBuilder) -> list[int]:
     """Return the keys of a line, those of its tokens where it has none (wire.md 5.2).
 
     Raises:
-        LineError: a token is none.
+        LineError: a key or a token is none.
         TraceError: it is not known how many tokens a block has.
     """
     if line.keys or not line.tokens:
-        return line.keys
+        return signed_keys(line.keys, "keys")
     block_tokens = builder.block_tokens_of(instance)
     if block_tokens is None:
         raise TraceError(f"block_tokens: instance {instance!r} names blocks by their tokens only; give them")
@@ -195,7 +196,7 @@ class _SchemaReader:
 
     def _requests(self, line: SchemaLine) -> list[Request]:
         if line.total_keys is not None:
-            return self._turn(line, line.total_keys)
+            return self._turn(line, signed_keys(line.total_keys, "total_keys"))
         if line.query_type is not None:
             return [lookup(line, line.query_type, line.timestamp_us, line.instance_id, self._builder)]
         return [self._write(line, keys_of(line, line.instance_id, self._builder))]
@@ -264,7 +265,7 @@ class _EventReader:
         self._builder.append(request, number)
 
     def _start(self, number: int, event: Started) -> None:
-        keys = signed_keys(keys_of(event, event.source, self._builder), "keys")
+        keys = keys_of(event, event.source, self._builder)
         request = Request(
             event.trigger_time_us + _UNFINISHED_US,
             keys,

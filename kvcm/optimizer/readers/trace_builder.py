@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvcm.optimizer.errors import OptionError, TraceError
-from kvcm.optimizer.formats import BadLines, signed_keys
+from kvcm.optimizer.formats import BadLines, Key, signed_keys
 from kvcm.optimizer.readers.numbering import chained, numbered, parents_of
 from kvcm.optimizer.trace import BoolColumn, Int32Column, Int64Column, QueryMode, Trace
 
@@ -267,7 +267,7 @@ class Request:
     """
 
     time_us: int
-    keys: Sequence[int]
+    keys: Sequence[Key]
     input_tokens: int | None = None
     output_tokens: int = 0
     session: Hashable = None
@@ -325,10 +325,10 @@ class TraceBuilder:
         Raises:
             LineError: a key of it is none.
         """
-        keys = request.keys if isinstance(request.keys, list) else list(request.keys)
+        keys: list[Any] = request.keys if isinstance(request.keys, list) else list(request.keys)
         try:
             self._columns.keys.fromlist(keys)
-        except OverflowError:
+        except (OverflowError, TypeError):  # more bits, or texts
             self._columns.keys.fromlist(signed_keys(keys, "keys"))
         if request.mode or request.mask is not None or request.specs:
             self._append_rare(request)

@@ -1,4 +1,4 @@
-"""Keeps the trace of a file beside it, in binary: the next reading takes a tenth of the time.
+"""Keeps the trace of a file in the user's cache directory, in binary: the next reading takes a tenth of the time.
 
 A kept trace is used only while the file still has the very content that was read: both are compared by their hashes,
 since times of files lie. It is replaced as a whole, so no reader finds half of it. Where it cannot be kept, reading
@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvcm.model.directories import cache_directory
 from kvcm.optimizer.trace import BadLine, QueryMode, Trace
 
 __all__ = ["Origin", "cache_path", "decode_trace", "encode_trace", "load_cached_trace", "store_cached_trace"]
@@ -243,9 +245,13 @@ def _trace(header: _Header, arrays: dict[str, Array], name: str) -> Trace:
 _log = logging.getLogger("kvcm.optimizer")
 
 
+_KEPT_SECONDS = 30 * 86_400  # since it was last used
+
+
 def cache_path(path: Path) -> Path:
     """Return where the trace of a file is kept."""
-    return path.with_name(f"{path.name}.kvtrace")
+    place = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
+    return cache_directory() / "traces" / f"{place}.kvtrace"
 
 
 def load_cached_trace(path: Path, origin: Callable[[], Origin]) -> Trace | None:
@@ -258,34 +264,45 @@ def load_cached_trace(path: Path, origin: Callable[[], Origin]) -> Trace | None:
     Raises:
         TraceError: the file cannot be read.
     """
-    kept = cache_path(path)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):
+        kept = cache_path(path)
         # Another user could have put a trace there that this file does not hold.
-        if kept.is_file() and kept.stat().st_uid in {os.geteuid(), path.stat().st_uid}:
+        if kept.is_file() and kept.stat().st_uid == os.geteuid():
             with kept.open("rb") as file:
                 data = bytearray(os.fstat(file.fileno()).st_size)
                 del data[file.readinto(data) :]
+            os.utime(kept)  # it is used
             return decode_trace(data, origin(), path.name)
     return None
 
 
 def store_cached_trace(path: Path, origin: Origin, trace: Trace) -> None:
-    """Keep the trace of a file, with the permissions of the file."""
-    kept = cache_path(path)
+    """Keep the trace of a file, for its user alone."""
+    directory = Path()
     try:
-        _check_is_for_writing(kept.parent)
-        mode = path.stat().st_mode & 0o666
+        kept = cache_path(path)
+        directory = kept.parent
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_is_for_writing(directory)
+        _remove_unused(directory, time.time())
         with tempfile.NamedTemporaryFile(dir=kept.parent, prefix=f".{kept.name}.", delete=False) as file:
             try:
                 file.writelines(encode_trace(trace, origin))
-                os.fchmod(file.fileno(), mode)
                 file.close()
                 Path(file.name).replace(kept)
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
-    except OSError as error:
-        _warn_once(kept.parent, error.strerror or str(error))
+    except (OSError, RuntimeError) as error:  # or there is no home
+        _warn_once(directory, getattr(error, "strerror", None) or str(error))
+
+
+def _remove_unused(directory: Path, now: float) -> None:
+    """Remove what was not used for long, so that the directory does not grow for ever."""
+    for kept in directory.iterdir():
+        with contextlib.suppress(OSError):  # another process was faster
+            if now - kept.stat().st_mtime > _KEPT_SECONDS:
+                kept.unlink()
 
 
 def _check_is_for_writing(directory: Path) -> None:
