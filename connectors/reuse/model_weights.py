@@ -40,7 +40,8 @@ __all__ = ["ModelWeights", "UnknownWeightsError", "tensor_checksum"]
 
 _log = logging.getLogger(__name__)
 _SMALL_BYTES = 4 << 20
-_SAMPLES = 8  # per tensor, at even distances; fewer miss merges into a part of a joint matrix, as of q, k and v
+_SAMPLES = 8  # per matrix, at even distances; fewer miss merges into a part of a joint one, as of q, k and v
+_VECTOR_SAMPLES = 2  # merges change no vectors; training and reloads change them whole
 _MAX_NAME_CHARACTERS = 256
 _NAMED = "name:"
 # Frequencies that transformers computes again for long prompts; `model_kv` finds the length from which on it does.
@@ -390,7 +391,7 @@ def _values(owners: Iterable[dict[str, Any]], named: Iterable[tuple[dict[str, An
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the address of each tensor, and how many elements are there."""
-    return [*[tensor.data_ptr() for tensor in tensors], *[tensor.numel() for tensor in tensors]]
+    return [*map(torch.Tensor.data_ptr, tensors), *map(torch.Tensor.numel, tensors)]
 
 
 def _writes(tensors: Iterable[torch.Tensor]) -> list[int] | None:
@@ -435,6 +436,6 @@ def _device_reader(tensors: Sequence[torch.Tensor], numbers: Iterable[int]) -> _
 def _some_elements(tensor: torch.Tensor) -> range:
     """Return their places, counted from the first."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    count = min(_SAMPLES, extent)
+    count = min(_SAMPLES if tensor.dim() > 1 else _VECTOR_SAMPLES, extent)
     step = extent // count
     return range(step // 2, count * step, step)
