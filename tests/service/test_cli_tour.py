@@ -44,5 +44,5 @@ def test_the_tour_does_what_it_says(tmp_path: Path) -> None:
     said = ["red-engine", "the secret is in red.key", "red: loaded 0 of", "red: loaded 3", "blue: loaded 0 of"]
     for part in (*said, "an engine can load the first 24 of 24 blocks", "not let in", "turned away"):
         assert part in done.stdout, done.stdout
-    assert "does not allow this key" in done.stderr
+    assert "instance 'red-model' is not registered" in done.stderr
     assert (tmp_path / "blue.new.key").stat().st_mode & 0o777 == 0o600
