@@ -356,6 +356,7 @@ class _ComponentFactory:
         verification = StorageVerification(self.storages, store, garbage, self.clock, lambda: leadership.is_leader)
         if isinstance(store, RedisStore):
             store.on_new_server(verification.on_new_server)
+        self.registry.storages.compare = verification.compare_opened
         return verification
 
     def drains(self, cache: CacheManager, remover: Remover, turns: Pacer) -> StorageDrains:

@@ -16,6 +16,7 @@ import is not seen by that, so it marks the storages of its blocks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,6 +90,16 @@ class StorageVerification:
             await self._marks.replace(name, None, secrets.token_bytes(16))
         elif doubts == self.storages.doubts:  # else another server answers by now
             self._show(name)
+
+    async def compare_opened(self, name: str, storage: object) -> None:
+        """Compare a storage that is being opened; one that does not fit, or does not answer, is left to `check`."""
+        if not isinstance(storage, FileStorage) or storage.is_verified:
+            return
+        doubts = self.storages.doubts
+        with contextlib.suppress(StorageIOError):
+            is_marked = name in await self._marks.all()
+            are_apart = await DeletionNumbers(self.store).are_apart(name, lambda: _read(storage))
+            storage.is_verified = not is_marked and not are_apart and doubts == self.storages.doubts
 
     async def on_new_server(self, read: ReadDocuments, seconds: float) -> None:
         """Compare the storages with a server before it answers anything else, and hide those that fit no more, or do

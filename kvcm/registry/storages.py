@@ -12,7 +12,7 @@ forgotten is not given to another medium (`drains`; carried out by `kvcm.cache.d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -166,6 +166,7 @@ class StorageRegistry:
 
     def __init__(self, opener: StorageOpener, cache: DocumentCache[StorageConfig], flush: Flush) -> None:
         self._opener = opener
+        self.compare: Callable[[str, Any], Awaitable[None]] = _compare_later
         self._cache = cache
         self._flush = flush
         self._open: dict[str, StorageConfig] = {}
@@ -422,7 +423,10 @@ class StorageRegistry:
 
     async def _open_medium(self, medium: StorageConfig) -> None:
         try:
-            self._install(medium, await self._opener.prepare_in_thread(medium, is_new=False))
+            prepared = await self._opener.prepare_in_thread(medium, is_new=False)
+            # Before it takes part: while its blocks are hidden, writes would store them a second time.
+            await self.compare(medium.global_unique_name, prepared)
+            self._install(medium, prepared)
         except Exception as error:  # whatever it is, the manager goes on without this storage
             self._failed(medium, error)
         finally:
@@ -445,6 +449,10 @@ class StorageRegistry:
             self._opener.close(name)  # it was removed and added again, as another thing
         self._opener.install(wanted, prepared)
         self._open[name] = wanted
+
+
+async def _compare_later(_name: str, _prepared: Any) -> None:
+    """Leave it to the start of the manager."""
 
 
 def _drain_of(config: StorageConfig) -> StorageDrain | None:
