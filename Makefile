@@ -5,6 +5,8 @@ BIN    := $(VENV)/bin
 DATA   ?= .data
 WORKERS ?= auto
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# Tests start hundreds of processes, and each would compile everything that it imports, asserts of tests included.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
 
@@ -140,17 +142,19 @@ figures: setup
 # The core in at most 90 seconds on two cores: no processes, a fifth of the examples of property tests, and of the sparse
 # tier no whole engines and no interpreted kernels.
 QUICK_TESTS := tests/model tests/index tests/cache tests/reclaim tests/registry tests/property tests/connectors tests/gpu_tier
-SLOW_TESTS := engine*.py kernels_*.py sharing.py coordinator.py coordinator_content.py pqcache.py wave_buffer.py block_cache.py
+SLOW_TESTS := engine*.py kernels_*.py sharing.py coordinator.py coordinator_content.py pqcache.py wave_buffer.py block_cache.py \
+  lru_diff.py coordinator_order.py
 quick: setup
 	KVCM_TESTS=quick $(BIN)/python -m pytest -q --no-header --show-capture=no -r fE --numprocesses $(WORKERS) --maxprocesses 4 \
 	    --dist worksteal $(QUICK_TESTS) $(SLOW_TESTS:%=--ignore-glob 'tests/gpu_tier/test_%')
 
+# Three workers on two cores: tests wait for processes and deadlines a quarter of their time.
 unit: setup redis fuse mooncake promtool
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 # What `make test` leaves to .ci/run: documents, dashboards, images, packages, browsers, faults, long histories, and real
-# processes that are killed. One run of pytest, so that servers are started once; three workers on two cores, since these
-# tests wait for processes a fifth of their time. Files that take longest go first, so that no core waits at the end.
+# processes that are killed. One run of pytest, so that servers are started once; three workers, as above. Files that take
+# longest go first, so that no core waits at the end.
 CI_TOOLS := redis fuse mooncake chromium nginx helm promtool buildah iproute
 LONGEST := $(wildcard tests/deploy/test_images.py tests/e2e/test_*.py tests/docs/test_doc_quickstart.py tests/gpu_tier/test_shards.py \
   tests/connectors/test_reuse_architectures.py tests/connectors/test_tier_processes.py \
@@ -192,18 +196,19 @@ acceptance-manager: setup
 
 # The demo, real engines, and the benchmarks but those that repeat tests with more kills and faults (of crashes the
 # benchmark). Figures of so short a run mean little, so missed targets are shown and do not count; violations do. Most
-# therefore run beside each other; those that load a manager fully and judge what it answers do not.
+# therefore run beside each other, three on two cores, since they wait half of their time; those that load a manager fully
+# and judge what it answers do not.
 smoke: setup redis fuse mooncake iproute engines
 	mkdir -p build
 	$(BIN)/python benchmarks/gameday.py --quick --minutes 1 --seed 2 --json build/gameday.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
 	$(BIN)/python benchmarks/soak.py --quick --seconds 45 --json build/soak.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
-	$(MAKE) --jobs 2 --output-sync=target smoke-beside
+	$(MAKE) --jobs 3 --output-sync=target smoke-beside
 
 # The longest first.
 QUICK := connector crash service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals weights_cost
+  mooncake_store mempool slots vitals weights_cost hostile_keys
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:
@@ -224,12 +229,14 @@ smoke-gpu: export OMP_NUM_THREADS = 1
 $(GPU_QUICK:%=smoke-gpu-quick-%): smoke-gpu-quick-%:
 	$(BIN)/python benchmarks/gpu/$*.py --quick --json build/gpu_$*.json
 
-# Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, contended managers, faults of Redis.
+# Durable metadata: its cost, 2·10⁷ blocks in one Redis, 200 kills per store, 200 histories of damage, contended managers,
+# faults of Redis.
 # An hour on two cores.
 acceptance-index: setup redis
 	$(BIN)/python benchmarks/index.py --json benchmarks/results/index.json
 	$(BIN)/python benchmarks/scale.py --json benchmarks/results/scale.json
 	$(BIN)/python benchmarks/crash.py --json benchmarks/results/crash.json
+	$(BIN)/python benchmarks/damage.py --json benchmarks/results/damage.json
 	$(BIN)/python benchmarks/contention.py --json benchmarks/results/contention.json
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
 	$(BIN)/python benchmarks/readme.py
@@ -256,7 +263,7 @@ acceptance-transfer: setup fuse mooncake
 # Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
 # everything at once; managers stopped under load; ten times what a manager can do. An hour and a half on two idle cores,
 # 3 GB of memory.
-acceptance-service: setup
+acceptance-service: setup redis
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
 	$(BIN)/python benchmarks/auth_cost.py --json benchmarks/results/auth_cost.json
@@ -264,6 +271,7 @@ acceptance-service: setup
 	$(BIN)/python benchmarks/soak.py --json benchmarks/results/soak.json
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
+	$(BIN)/python benchmarks/hostile_keys.py --json benchmarks/results/hostile_keys.json
 
 # Connectors in real engines.
 acceptance-connectors: setup redis fuse engines

@@ -25,7 +25,6 @@ from report import Row, arguments, is_sound, publish
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.storage.file_objects import NOTES_SUFFIX
-from kvcm.storage.witness import WITNESS_PREFIX
 
 MOST_LOSS = 0.01
 MOST_RETRY_SECONDS = 1.0
@@ -186,7 +185,7 @@ def _put(uris: Sequence[str]) -> None:
 def _file_rows(store: str, root: Path, keys_per_file: int, used: int) -> Iterator[Row]:
     """A file is as long as its blocks, or takes as much of the disk as they do where some of its slots are punched."""
     files = [path.stat() for path in root.rglob("*") if path.is_file()]
-    beside = [*root.rglob(f"*{NOTES_SUFFIX}"), *root.rglob(f"{WITNESS_PREFIX}*")]
+    beside = [*root.rglob(f"*{NOTES_SUFFIX}"), *root.rglob(".kvcm-*")]  # the witness, and space for the next one
     notes = [path.stat() for path in beside]
     allocated = sum(each.st_blocks for each in files) * 512 - sum(each.st_blocks for each in notes) * 512
     apparent = sum(each.st_size for each in files) - sum(each.st_size for each in notes)

@@ -35,6 +35,7 @@ from kvcm.index.backends.rocks import load_index
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import SystemClock
+from kvcm.model.keys import mixed
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient
@@ -63,17 +64,17 @@ class OneStorage:
 
 
 def records(start: int, count: int, status: LocationStatus = LocationStatus.SERVING) -> dict[int, BlockRecord]:
-    """Return blocks of one write session: one spec each, in chains."""
+    """Return blocks of one write session by their mixed keys: one spec each, in chains."""
     made: dict[int, BlockRecord] = {}
     location_id, parent = f"{start:012x}", None
-    for number in range(start, start + count):
+    keys = [number * 0x9E3779B97F4A7C15 % (1 << 64) - (1 << 63) for number in range(start, start + count)]
+    for number, key, mixed_key in zip(range(start, start + count), keys, mixed(keys), strict=True):
         depth = number % CHAIN
-        key = number * 0x9E3779B97F4A7C15 % (1 << 64) - (1 << 63)
         uri = f"file://nfs_01/mnt/kv/86393fc1239c2c13/Qwen3-8B/tp0/{key % (1 << 64):x}.{location_id}?size=1048576"
         chunk = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("tp0", uri)])
         place = Location(location_id, "nfs_01", StorageType.ST_NFS, status, ("tp0",), chunk, 1 << 20, 1.7e9 + start)
-        made[key] = BlockRecord(parent if depth else None, depth, (place,))
-        parent = key
+        made[mixed_key] = BlockRecord(parent if depth else None, depth, (place,))
+        parent = mixed_key
     return made
 
 

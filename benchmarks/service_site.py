@@ -232,6 +232,7 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None, code: Pa
             "kvcm.registry_storage.uri=memory://",
             f"kvcm.startup_config={_startup_config(Path(directory))}",
             f"kvcm.auth.admin_key_file={directory}/admin.key",
+            "kvcm.limits.keys_per_second=0",  # one client may have all that the manager has
             *settings,
         ]
         options = [word for setting in given for word in ("-e", setting)]

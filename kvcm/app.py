@@ -37,6 +37,7 @@ from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry, ensure_cluster_id, ensure_schema
 from kvcm.registry.startup_document import StartupDocument, builtin_document, parse_startup_document
+from kvcm.registry.without_effect import group_values_without_effect, storage_values_without_effect
 from kvcm.service.admission import Phase, ServingGate
 from kvcm.serving import (
     BackgroundReload,
@@ -54,6 +55,7 @@ from kvcm.storage.mempool import PoolOpener
 from kvcm.store.load_progress import LoadProgress
 from kvcm.store.numbers import DeletionNumbers
 from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.store import Store
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.tracing import SpanExport, TracingMissingError, open_export
 
@@ -184,10 +186,9 @@ class Manager:
         await components.leadership.publish(endpoint)
         await components.leadership.tick()
         await components.reclaimer.begin()  # reads every block once, before any request waits
-        check_store = components.metadata.store.table("registry").version
         background: list[BackgroundTask] = [
             *components.background_tasks(),
-            ("store_watch", partial(listeners.probes.watch_store, check_store)),
+            ("store_watch", partial(listeners.probes.watch_store, components.metadata.check)),
             ("freed_memory", _trim_memory_periodically),
             ("vitals", interface.vitals.run),
         ]
@@ -220,18 +221,14 @@ class Manager:
             with self._progress() as progress:
                 metadata = await open_metadata(settings, self._clock, node_id, self._status_line(progress), self._fail)
             stack.push_async_callback(metadata.close)
-            store, table = metadata.store, metadata.store.table("registry")
+            store, table = metadata.store, metadata.registry_table
+            if metadata.guard is not None:
+                await metadata.guard.open()
+            elif metadata.journal is not None:
+                await metadata.journal.open()
             await ensure_schema(table, store.flush)
             cluster_id = settings.cluster_id or await ensure_cluster_id(table, _new_cluster_id(settings), store.flush)
-            pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
-            openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}
-            storages = StorageDirectory(
-                cluster_id,
-                _allowed_roots(settings, document),
-                openers,
-                allowed_hosts=_allowed_hosts(settings, document),
-            )
-            storages.slot_reuse.numbers = DeletionNumbers(store)
+            storages = self._storage_directory(store, cluster_id, document)
             stack.callback(storages.close_all)
             audit_log = AuditLog(settings.audit_log_file)
             audit = AuditTrail(audit_log.record, self._clock)
@@ -248,6 +245,7 @@ class Manager:
             await registry.load()
             await ensure_admin_key(registry, settings)
             await _add_missing(registry, document)
+            _report_without_effect(registry)
             leadership = Leadership(
                 node_id,
                 self._clock,
@@ -268,8 +266,18 @@ class Manager:
             )
             await components.cache.load()
             await components.verification.check()
+            if components.times is not None:  # before anything is written there, or this manager's end
+                await components.times.keep(is_leader=False)
             stack.push_async_callback(components.events.close)
             yield components
+
+    def _storage_directory(self, store: Store, cluster_id: str, document: StartupDocument) -> StorageDirectory:
+        pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311
+        openers: dict[StorageType, Opener] = {**OPENERS, StorageType.ST_TAIRMEMPOOL: pools}
+        roots, hosts = _allowed_roots(self._settings, document), _allowed_hosts(self._settings, document)
+        storages = StorageDirectory(cluster_id, roots, openers, allowed_hosts=hosts)
+        storages.slot_reuse.numbers = DeletionNumbers(store)
+        return storages
 
     def _status_line(self, progress: LoadProgress) -> LoadProgress:
         """Return progress that also informs the probes, and ends the loading after a signal. Called on a thread."""
@@ -385,7 +393,21 @@ def _startup_document(settings: Settings) -> StartupDocument:
         text = Path(settings.startup_config).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"kvcm.startup_config {settings.startup_config!r} cannot be read: {error}") from error
-    return parse_startup_document(text)
+    return parse_startup_document(text, partial(_log_without_effect, settings.startup_config))
+
+
+def _log_without_effect(name: str, text: str) -> None:
+    _log.warning("without_effect", name=name, reason=text)
+
+
+def _report_without_effect(registry: Registry) -> None:
+    """Log the stored values that have no effect."""
+    for group in registry.groups.all():
+        for text in group_values_without_effect(group):
+            _log_without_effect(f"group {group.name}", text)
+    for config in registry.storages.all():
+        for text in storage_values_without_effect(config):
+            _log_without_effect(f"storage {config.global_unique_name}", text)
 
 
 def _addresses(endpoint: Endpoint) -> dict[str, str]:

@@ -15,33 +15,41 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
+import structlog
+
 from kvcm.cache.drains import StorageDrains
+from kvcm.cache.finish_notes import FinishNotes
 from kvcm.cache.manager import CacheManager, GarbageSource
-from kvcm.cache.quotas import Ledger, SharedLedger, UsageLedger
+from kvcm.cache.quotas import Ledger, MetadataDisk, SharedLedger, UsageLedger
 from kvcm.cache.removal import PoolPurges, Remover
 from kvcm.cache.usage_recount import UsageRecount
 from kvcm.config import ConfigError, Settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import BlockKeys, RedisBackend
-from kvcm.index.backends.rocks import load_index
+from kvcm.index.backends.rocks import BlockSalvage, load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import KvcmError
+from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.instances import Placement
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
+from kvcm.reclaim.media import LargestBlocks, MediaPressure
 from kvcm.reclaim.needs import Limits, WatermarkCheck
 from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer, WakeBroadcast
 from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
+from kvcm.reclaim.storage_times import StorageTimes
 from kvcm.reclaim.verification import StorageVerification
 from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
+from kvcm.registry.loss_journal import LossJournal
 from kvcm.registry.registry import Registry
+from kvcm.registry.store_guard import StoreGuard
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
@@ -49,23 +57,37 @@ from kvcm.service.metrics import Counts, EvictionMetrics
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
 from kvcm.storage.directory import StorageDirectory
+from kvcm.storage.free_margin import FreeMargins
 from kvcm.storage.prober import Prober
 from kvcm.store.file_lease import FileLease
 from kvcm.store.load_progress import LoadProgress
 from kvcm.store.memory import MemoryLease, MemoryStore
 from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.eviction_watch import EvictionWatch
 from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.store import RedisLease, RedisStore
 from kvcm.store.redis.tracking import Invalidations
 from kvcm.store.redis.uri import RedisSettings, parse_redis_uri
+from kvcm.store.reserve import MetadataReserve
 from kvcm.store.rocks import RocksStore
-from kvcm.store.store import Lease, Store
+from kvcm.store.rocks_check import DamagedStoreError
+from kvcm.store.rocks_repair import Found, read_repairs, repair_database, survey_database
+from kvcm.store.store import Lease, Store, StoreHealth, Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["BackgroundTask", "Components", "Metadata", "WritePressure", "local_directory", "open_metadata"]
+__all__ = [
+    "BackgroundTask",
+    "Components",
+    "Metadata",
+    "WritePressure",
+    "local_directory",
+    "open_metadata",
+    "repair_local",
+]
 
+_log = structlog.get_logger("kvcm.store")
 
 # The metadata store: `kvcm.registry_storage.uri` decides (design.md decision 6). A redis uri names a store that
 # managers share, `local:///path` a RocksDB there, nothing a RocksDB in the data directory, or memory without one.
@@ -82,6 +104,8 @@ class Metadata:
         lease: the right to run the background tasks.
         usage: usage of the groups.
         client: of the shared store, None without one.
+        guard: the registry's table of a shared store, None without one.
+        eviction: whether the servers of a shared store drop keys, None without one.
         closers: further connections to close.
     """
 
@@ -91,7 +115,46 @@ class Metadata:
     lease: Lease
     usage: Ledger
     client: RedisClient | None = None
+    guard: StoreGuard | None = None
+    eviction: EvictionWatch | None = None
+    journal: LossJournal | None = None
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+
+    @property
+    def registry_table(self) -> Table:
+        """The documents of the registry."""
+        return self.guard if self.guard is not None else self.store.table("registry")
+
+    async def check(self) -> None:
+        """Return if the store answers, and is one to be used.
+
+        Raises:
+            StorageIOError: otherwise.
+        """
+        await self.store.table("registry").version()
+        if self.client is not None and self.client.gate.full:
+            raise StorageIOError(self.client.gate.full)
+
+    def health(self) -> StoreHealth:
+        """Return the faults of a shared store."""
+        if self.journal is None:
+            return StoreHealth()
+        known = StoreHealth(
+            losses=self.journal.losses,
+            last_loss=self.journal.last_loss,
+            lost_at=self.journal.lost_at,
+            evicted_keys=self.journal.evicted_keys,
+            missing_blocks=self.journal.missing_blocks,
+        )
+        if self.client is None or self.guard is None or self.eviction is None:
+            return known
+        return replace(
+            known,
+            closed=self.client.gate.closed,
+            evicts=self.eviction.trouble,
+            restorations=self.guard.restored,
+            new_servers=self.guard.new_servers,
+        )
 
     @property
     def times(self) -> Mapping[str, Histogram]:
@@ -99,6 +162,26 @@ class Metadata:
         if isinstance(self.store, RocksStore):
             return self.store.log.times
         return self.client.times if self.client is not None else {}
+
+    @property
+    def lost(self) -> Mapping[str, int]:
+        """What repairs of the store found to be gone, as far as it could be counted, by kind."""
+        notes = read_repairs(self.store.log.directory) if isinstance(self.store, RocksStore) else []
+        return {
+            "blocks": sum(note.lost_blocks or 0 for note in notes),
+            "documents": sum(note.lost_documents or 0 for note in notes),
+            "changes": sum(note.lost_changes for note in notes),
+            "doubtful_blocks": sum(note.doubtful_blocks for note in notes),
+        }
+
+    @property
+    def reserve(self) -> MetadataReserve | None:
+        """The reserve of the disk that the store is on; None where it is on none of this manager."""
+        return self.store.log.reserve if isinstance(self.store, RocksStore) else None
+
+    def shortage(self) -> str:
+        """Return why the store refuses changes until its disk has space again, "" while it does not."""
+        return self.store.log.shortage if isinstance(self.store, RocksStore) else ""
 
     async def close(self) -> None:
         """Flush, then close files and connections."""
@@ -133,9 +216,13 @@ async def open_metadata(
     if uri.startswith("redis"):
         redis = _redis_settings("kvcm.registry_storage.uri", uri)
         patient = max(redis.timeout_seconds, least_timeout_seconds)
-        metadata = await _in_redis(replace(redis, timeout_seconds=patient))
+        place = sha256(f"{redis.addresses} {redis.database} {redis.cluster_name}".encode()).hexdigest()[:16]
+        beside = Path(settings.data_dir) / f"redis-{place}.times" if settings.data_dir else None
+        metadata = await _in_redis(replace(redis, timeout_seconds=patient), clock, beside)
     elif (directory := local_directory(settings)) is not None:
         metadata = await asyncio.to_thread(_in_rocksdb, settings, directory, clock, progress, on_failure)
+        assert metadata.journal is not None
+        await metadata.journal.load()
     else:
         metadata = _in_memory(clock)
     return _with_lease(metadata, settings, clock)
@@ -154,7 +241,53 @@ def _in_memory(clock: Clock) -> Metadata:
 def _in_rocksdb(
     settings: Settings, directory: Path, clock: Clock, progress: LoadProgress, on_failure: Callable[[str], None]
 ) -> Metadata:
-    store = RocksStore(directory, settings.fsync, clock, on_failure)
+    """Open a RocksDB; a damaged one is repaired first if the settings say so."""
+    try:
+        return _opened_rocksdb(settings, directory, clock, progress, on_failure)
+    except DamagedStoreError as error:
+        _log.error("metadata_store_damaged", reason=str(error))
+        if settings.on_damage != "repair":
+            raise _counted(directory, error) from error
+    repair_local(directory, clock, progress)
+    return _opened_rocksdb(settings, directory, clock, progress, on_failure)
+
+
+def _counted(directory: Path, error: DamagedStoreError) -> StorageIOError:
+    """Return the error with the numbers of the losses."""
+    try:
+        found = survey_database(directory)
+    except StorageIOError as failure:  # the disk is full, for example
+        return StorageIOError(f"{error}. It could not be counted the losses: {failure}")
+    return DamagedStoreError(directory, "; ".join(found.sentences()))
+
+
+def repair_local(directory: Path, clock: Clock, progress: LoadProgress = lambda _done, _total: None) -> Found | None:
+    """Put everything that can be read of a damaged RocksDB in its place. Blocks.
+
+    Returns:
+        What was found; None where a repair that was interrupted before was completed.
+
+    Raises:
+        StorageIOError: another process has the directory open, or the disk failed.
+    """
+    found = repair_database(directory, BlockSalvage(), clock.now(), progress)
+    if found is not None:
+        _log.warning(
+            "metadata_store_repaired",
+            lost_changes=found.lost_changes,
+            lost_blocks=found.lost_blocks,
+            lost_documents=found.lost_documents,
+            doubtful_blocks=found.doubtful,
+            moved_to=str(found.moved_to),
+            found=list(found.sentences()),
+        )
+    return found
+
+
+def _opened_rocksdb(
+    settings: Settings, directory: Path, clock: Clock, progress: LoadProgress, on_failure: Callable[[str], None]
+) -> Metadata:
+    store = RocksStore(directory, settings.fsync, clock, on_failure, settings.reserve_bytes)
     try:
         index = load_index(store, progress)
     except BaseException:
@@ -166,13 +299,19 @@ def _in_rocksdb(
         new_backend=lambda placement: index.backend(placement.uid),
         lease=MemoryLease(clock),
         usage=UsageLedger(),
+        journal=LossJournal(clock, store, directory.with_name(f"{directory.name}.times"), lambda: store.log.appended),
     )
 
 
-async def _in_redis(redis: RedisSettings) -> Metadata:
+async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> Metadata:
     client = RedisClient.of(redis)
+    store = RedisStore(client)
+    eviction = EvictionWatch(client, store.table("losses"))
+    guard = StoreGuard(store.registry_table(), client.gate, clock, journal := LossJournal(clock, store, beside))
+    eviction.on_evicted = journal.note_evicted
     try:
         await client.check()
+        await eviction.check()
     except BaseException:
         await client.close()
         raise
@@ -184,11 +323,14 @@ async def _in_redis(redis: RedisSettings) -> Metadata:
     usage = SharedLedger(QuotaCounters(client), secrets.token_hex(8))
     return Metadata(
         kind="redis",
-        store=RedisStore(client),
+        store=store,
         new_backend=new_backend,
         lease=RedisLease(client),
         usage=usage,
         client=client,
+        guard=guard,
+        eviction=eviction,
+        journal=journal,
     )
 
 
@@ -237,6 +379,13 @@ _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_TASK_SECONDS = 0.5  # a round reads every shard of every instance
 _RECOUNT_SECONDS = 1.0
 _POOLS_SECONDS = 2.0
+_RESERVE_SECONDS = 1.0
+_BEAT_SECONDS = 0.5  # what a failover may have lost is known as exactly
+_TIMES_SECONDS = 1.0
+_NOTES_SECONDS = 1.0
+_WHOLE_NOTES_SECONDS = 60.0
+_LAST_CHECK_SECONDS = 2.0  # a store that is away does not keep a manager from its end
+_LAST_NOTES_SECONDS = 5.0  # nor a storage that hangs
 _UNVERIFIED_SECONDS = 0.5  # an import waits for several of it
 
 
@@ -301,7 +450,10 @@ class _ComponentFactory:
     clock: Clock
     settings: Settings
 
-    def cache(self, budget: CacheBudget, events: EventLog, pressure: WritePressure) -> CacheManager:
+    def disk(self) -> MetadataDisk:
+        return MetadataDisk(self.metadata.reserve, self.storages, self.clock)
+
+    def cache(self, budget: CacheBudget, events: EventLog, pressure: WritePressure, disk: MetadataDisk) -> CacheManager:
         cache = CacheManager(
             self.registry,
             self.storages,
@@ -311,10 +463,12 @@ class _ComponentFactory:
             usage=self.metadata.usage,
             budget=budget,
             events=events,
+            disk=disk,
             on_pressure=pressure.report,
         )
         check = WatermarkCheck(self.registry, cache.usage, cache.open_caches.key_counts)
         cache.set_watermark_check(check.is_above_watermark)
+        cache.missing.corruption.most_per_minute = self.settings.corrupt_reports_per_minute
         return cache
 
     def deletions(self, cache: CacheManager, events: EventLog, turns: Pacer) -> DeletionExecutor:
@@ -331,21 +485,49 @@ class _ComponentFactory:
         deletions.serve(cache)
         return deletions
 
-    def reclaimer(self, cache: CacheManager, on_evicted: Callable[[EvictionRecord], None], turns: Pacer) -> Reclaimer:
+    def margins(self, disk: MetadataDisk) -> FreeMargins:
+        return FreeMargins(LargestBlocks(self.registry).of, disk.reserved_bytes, now=self.clock.now)
+
+    def reclaimer(
+        self,
+        cache: CacheManager,
+        on_evicted: Callable[[EvictionRecord], None],
+        turns: Pacer,
+        margins: FreeMargins,
+    ) -> Reclaimer:
         find_group, limits = self.registry.groups.find, partial(_limits, self.registry)
-        return Reclaimer(cache.indexes, find_group, limits, self.clock, on_evicted, turns=turns)
+        media = MediaPressure(self.storages.health, margins, LargestBlocks(self.registry).of, self.clock)
+        return Reclaimer(cache.indexes, find_group, limits, self.clock, on_evicted, turns=turns, media=media)
 
     def wakes(self, reclaimer: Reclaimer) -> WakeBroadcast:
         store, leadership = self.metadata.store, self.leadership
         # Without a shared store this manager's reclaimer is the only one.
-        return WakeBroadcast(store.table("wakes"), reclaimer.wake, lambda: leadership.is_leader or not store.is_shared)
+        return WakeBroadcast(
+            store.table("wakes"),
+            reclaimer.wake,
+            lambda: leadership.is_leader or not store.is_shared,
+            lambda storage: self.storages.report_unwritable(storage, is_full=True),
+        )
 
     def configure_slot_reuse(self) -> None:
         """Set when, and in which leader's term, slots of packed files are allocated again."""
         reuse, leadership = self.storages.slot_reuse, self.leadership
         reuse.grace_seconds = self.settings.slot_reuse_grace_ms / 1000
         reuse.now = self.clock.now
-        reuse.term = lambda: leadership.token if leadership.is_leader else None
+        # Not its token, which a store that went back in time gives again.
+        reuse.term = lambda: leadership.terms if leadership.is_leader else None
+
+    def times(self) -> StorageTimes | None:
+        journal = self.metadata.journal
+        return StorageTimes(self.storages, journal) if journal is not None else None
+
+    def notes(self, cache: CacheManager) -> FinishNotes | None:
+        journal = self.metadata.journal
+        if not self.settings.finish_notes or journal is None:
+            return None
+        notes = FinishNotes(cache.open_caches, self.registry, self.storages, journal, self.clock)
+        cache.endings.on_finished = notes.note
+        return notes
 
     def garbage(self, source: GarbageSource, changes: ChangeEvents) -> GarbageCollector:
         rate = self.settings.garbage_blocks_per_second
@@ -354,9 +536,14 @@ class _ComponentFactory:
     def verification(self, garbage: GarbageCollector) -> StorageVerification:
         store, leadership = self.metadata.store, self.leadership
         verification = StorageVerification(self.storages, store, garbage, self.clock, lambda: leadership.is_leader)
-        if isinstance(store, RedisStore):
+        guard = self.metadata.guard
+        if isinstance(store, RedisStore) and guard is not None:
+            store.on_new_server(guard.on_new_server)
             store.on_new_server(verification.on_new_server)
+            guard.on_lost = verification.doubt
         self.registry.storages.compare = verification.compare_opened
+        if self.metadata.journal is not None:
+            verification.on_lost = self.metadata.journal.note_blocks
         return verification
 
     def drains(self, cache: CacheManager, remover: Remover, turns: Pacer) -> StorageDrains:
@@ -375,9 +562,13 @@ class _ComponentFactory:
             self.storages.pools, lambda name: sum(cache.usage.bytes_on_storage(name).values()), scrubber, self.clock
         )
 
-    def prober(self) -> Prober:
-        interval_ms, timeout_ms = self.settings.probe_interval_ms, self.settings.probe_timeout_ms
-        return Prober(self.storages, self.clock, interval_ms / 1000, timeout_ms / 1000)
+    def prober(self, margins: FreeMargins, on_full: Callable[[str], None], cache: CacheManager) -> Prober:
+        """Make the prober, which looks at storages that writes failed on, too."""
+        interval, timeout = self.settings.probe_interval_ms / 1000, self.settings.probe_timeout_ms / 1000
+        prober = Prober(self.storages, self.clock, interval, timeout, margin=margins.of, on_full=on_full)
+        cache.set_full_listener(on_full)
+        cache.endings.on_failed_writes = partial(_probe_soon, margins, prober)
+        return prober
 
     def alerts(
         self, cache: CacheManager, view: UsageView, deletions: DeletionExecutor, drains: StorageDrains, counts: Counts
@@ -392,6 +583,8 @@ class _ComponentFactory:
             leadership=self.leadership,
             lag_seconds=counts.lag.blocked_seconds,
             is_shared=self.metadata.store.is_shared,
+            store_health=self.metadata.health,
+            shortage=self.metadata.shortage,
         )
         return AlertWatch(sources, self.clock.now)
 
@@ -412,6 +605,9 @@ class Components:
         deletions: deletes bytes and metadata.
         garbage: finds blocks without their prefix or bytes.
         verification: keeps blocks from lookups whose slots may be others' after a restore, and finds those that are.
+        times: keeps the store's time on storages; None in memory.
+        notes: keeps on storages which blocks were finished; None without `kvcm.storage.finish_notes`, and in
+            memory.
         scrubber: finds orphans: bytes without metadata.
         drains: empties storages, and forgets the blocks of removed ones.
         purges: forgets the blocks of memory pools that are gone.
@@ -437,6 +633,8 @@ class Components:
     deletions: DeletionExecutor
     garbage: GarbageCollector
     verification: StorageVerification
+    times: StorageTimes | None
+    notes: FinishNotes | None
     scrubber: StorageScrubber
     drains: StorageDrains
     purges: PoolPurges
@@ -465,21 +663,20 @@ class Components:
     ) -> Components:
         """Build the components over an opened store and a loaded registry."""
         factory = _ComponentFactory(metadata, registry, storages, leadership, clock=clock, settings=settings)
+        factory.configure_slot_reuse()
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
         changes, counts = ChangeEvents(events), Counts()
         budget = CacheBudget(settings.search_cache_bytes)
-        turns = Pacer()  # eviction and deletion run in turns, with time for requests between them
-        pressure = WritePressure()
-        cache = factory.cache(budget, events, pressure)
+        turns, pressure = Pacer(), WritePressure()  # eviction and deletion run in turns, with time for requests between
+        cache = factory.cache(budget, events, pressure, disk := factory.disk())
         deletions = factory.deletions(cache, events, turns)
         on_evicted = partial(_record_eviction, changes, counts.evictions, deletions.wake)
-        reclaimer = factory.reclaimer(cache, on_evicted, turns)
-        wakes = factory.wakes(reclaimer)
-        pressure.connect(wakes)
+        margins = factory.margins(disk)
+        reclaimer = factory.reclaimer(cache, on_evicted, turns, margins)
+        pressure.connect(wakes := factory.wakes(reclaimer))
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
             budget.is_coherent = partial(_is_coherent, sharing.invalidations, settings.search_cache_bytes)
-        factory.configure_slot_reuse()
         source, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
         scrubber = StorageScrubber(source, storages, clock, storages.cluster_id)
         drains, view = factory.drains(cache, remover, turns), UsageView(cache, registry, deletions)
@@ -496,11 +693,13 @@ class Components:
             deletions=deletions,
             garbage=garbage,
             verification=factory.verification(garbage),
+            times=factory.times(),
+            notes=factory.notes(cache),
             scrubber=scrubber,
             drains=drains,
             purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
             leaks=factory.leaks(cache, scrubber),
-            prober=factory.prober(),
+            prober=factory.prober(margins, wakes.request_eviction, cache),
             sharing=sharing,
             counts=counts,
             audit=audit,
@@ -534,6 +733,16 @@ class Components:
             ("audit", self.audit_log.run),
             ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
         ]
+        if self.metadata.eviction is not None:
+            tasks.append(("store_policy", self.metadata.eviction.run))
+        if self.times is not None:
+            tasks.append(("losses", partial(_every, _BEAT_SECONDS, self.times.journal.beat)))
+            tasks.append(("storage_times", partial(_every, _TIMES_SECONDS, self._keep_times)))
+        if self.notes is not None:
+            tasks.append(("finish_notes", partial(_every, _NOTES_SECONDS, self.notes.write)))
+            tasks.append(("whole_notes", partial(_every, _WHOLE_NOTES_SECONDS, self._tidy_notes)))
+        if (reserve := self.metadata.reserve) is not None:
+            tasks.append(("reserve", partial(_every, _RESERVE_SECONDS, partial(asyncio.to_thread, reserve.make))))
         if self.settings.probe_interval_ms:
             tasks.append(("probes", self.prober.run))
         if self.sharing is not None:
@@ -562,12 +771,32 @@ class Components:
         await self.registry.refresh()
         self.reclaimer.on_settings_changed(self.registry.generation)
 
+    async def _keep_times(self) -> None:
+        if self.times is not None:
+            await self.times.keep(is_leader=self.leadership.is_leader)
+
+    async def _tidy_notes(self) -> None:
+        if self.notes is not None:
+            await self.notes.tidy(is_leader=self.leadership.is_leader)
+
     async def flush(self) -> None:
-        """Flush accesses and usage, before the manager ends."""
+        """Flush accesses, usage, notes and the time of the store, before the manager ends."""
+        with contextlib.suppress(KvcmError, TimeoutError):
+            async with asyncio.timeout(_LAST_CHECK_SECONDS):
+                await self._refresh()  # puts back the registry of a store that was emptied a moment ago
+                if self.metadata.eviction is not None:
+                    await self.metadata.eviction.check()
         with contextlib.suppress(KvcmError):  # a recount corrects usage that the store does not accept now
             await self.cache.accesses.drain()
             if self.sharing is not None:
                 await self.sharing.ledger.flush()
+        if self.times is not None:
+            await self.times.journal.beat()
+            await self._keep_times()
+        if self.notes is not None:
+            with contextlib.suppress(KvcmError, TimeoutError):
+                async with asyncio.timeout(_LAST_NOTES_SECONDS):
+                    await self.notes.write()
 
     def labels(self, instance_id: str) -> Mapping[str, str]:
         """Return the labels of an instance's metrics; none if it is not registered."""
@@ -599,6 +828,13 @@ async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:
 def _is_coherent(invalidations: Invalidations, search_cache_bytes: int) -> bool:
     """Return whether search caches may keep entries of a shared store."""
     return invalidations.is_live and search_cache_bytes > 0
+
+
+def _probe_soon(margins: FreeMargins, prober: Prober, failed: Mapping[str, int]) -> None:
+    """Have the storages probed on which engines failed to write so many bytes: they may be full."""
+    for storage, size_bytes in failed.items():
+        margins.on_failed_write(storage, size_bytes)
+        prober.expedite(storage)
 
 
 def _limits(registry: Registry) -> Limits:

@@ -30,6 +30,7 @@ from kvcm.components import Components
 from kvcm.config import DEBUG_PORT_OFFSET, ConfigError, Settings, is_exposed
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.keys import unmixed
 from kvcm.model.nodes import Endpoint
 from kvcm.model.principals import ANONYMOUS, UNRESTRICTED
 from kvcm.optimizer.live.bytes_needed import BytesNeeded
@@ -62,7 +63,6 @@ from kvcm.service.tls import (
     read_certificates,
 )
 from kvcm.service.vitals import VitalsReader, VitalsWatch
-from kvcm.storage.prober import Prober
 from kvcm.store.memory import MemoryStore
 from kvcm.telemetry.events import RecentAccesses
 from kvcm.telemetry.logs import LEVELS, set_format, set_level
@@ -292,8 +292,8 @@ class ManagerApi:
         reading = RequestQueue(
             time.monotonic, slots=1, places=settings.queued_long_requests, most_wait_seconds=most_wait
         )
-        admission = GuardedAdmission(_admission(settings), lambda: limits.max_keys, components.counts.lag.delay)
-        reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components.prober).apply)
+        admission = GuardedAdmission(_admission(settings), components.counts.lag.delay)
+        reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components).apply)
         recorder = CallRecorder(
             metrics,
             [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"],
@@ -303,7 +303,7 @@ class ManagerApi:
         )
         access = _access(components, settings)
         caller = _caller(components, recorder, limits, admission=admission, access=access, is_traced=spans is not None)
-        recent, needed = RecentAccesses(settings.recent_keys), BytesNeeded(settings.sampled_keys)
+        recent, needed = RecentAccesses(settings.recent_keys, original=unmixed), BytesNeeded(settings.sampled_keys)
         data = _data_calls(components, limits, recent)
         admin = [
             *_admin_calls(components, limits, metrics),
@@ -438,14 +438,15 @@ class _Adjustable:
     admission: GuardedAdmission
     reading: RequestQueue
     access_log: AccessLog
-    prober: Prober
+    components: Components
 
     def apply(self, new: Settings, changed: Container[str]) -> None:
+        self.components.cache.missing.corruption.most_per_minute = new.corrupt_reports_per_minute
         self.limits.max_keys, self.limits.max_tokens = new.max_keys_per_request, new.max_tokens_per_request
         self.admission.set(_admission(new))
         self.reading.set(1, new.queued_long_requests, new.max_queue_ms / 1000)
         self.access_log.set(new.access_log_sample, new.slow_request_ms / 1000)
-        self.prober.set_times(new.probe_interval_ms / 1000, new.probe_timeout_ms / 1000)
+        self.components.prober.set_times(new.probe_interval_ms / 1000, new.probe_timeout_ms / 1000)
         _apply_to_logs(new, changed)
 
 
@@ -457,6 +458,8 @@ def _admission(settings: Settings) -> AdmissionSettings:
         long_keys=settings.long_request_keys,
         long_slots=settings.long_requests,
         long_places=settings.queued_long_requests,
+        long_seconds=settings.long_request_ms / 1000,
+        most_keys=settings.max_keys_per_request,
     )
 
 
@@ -524,6 +527,8 @@ def _state(components: Components) -> ManagerState:
         leadership=components.leadership,
         store_kind=components.metadata.kind,
         store_times=components.metadata.times,
+        store_health=components.metadata.health,
+        store_lost=components.metadata.lost,
     )
 
 

@@ -15,15 +15,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "faults"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "store"))
 from fault_mount import FaultMount, why_no_mounts
 
-from kvcm.storage.file_objects import PROBE_PREFIX
-from kvcm.storage.witness import WITNESS_PREFIX
-
 __all__ = ["KEYS_PER_FILE", "Spoiled", "Storages", "why_no_fuse"]
 
 KEYS_PER_FILE = {"disk_a": 4, "disk_b": 1}
 _SIZE = "512m"
 _BALLAST = "ballast"
-_NO_BYTES_OF_BLOCKS = (_BALLAST, PROBE_PREFIX, WITNESS_PREFIX)
+_NO_BYTES_OF_BLOCKS = (_BALLAST, ".kvcm-")
 _FILLING_TRIES = 100
 _ANY = (
     *("getattr", "readdir", "open", "create", "read", "write", "truncate", "fallocate", "fsync", "flush", "unlink"),

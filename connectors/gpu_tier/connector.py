@@ -719,7 +719,8 @@ class ManagerConnector:
         return progress
 
     def close(self) -> None:
-        """See `KVConnector`. What hangs for longer than `shutdown_seconds` is left behind."""
+        """See `KVConnector`. Transfers that hang for longer than `shutdown_seconds` are left behind, and calls to the
+        manager after `call_seconds`."""
         seconds = self._settings.shutdown_seconds
         deadline = self._clock() + seconds
         jobs: list[PrefixLoad | BlockWrite] = [*self._loads.values(), *self._writes.values()]

@@ -29,6 +29,7 @@ the size, chunks are bytes).
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,11 +45,12 @@ from kvcm.cache.instance_cache import BATCH_KEYS, OpenCaches
 from kvcm.cache.pins import Pin, PinBudgets, PinnedLocation, PinnedLocations, Pins
 from kvcm.cache.quotas import Ledger
 from kvcm.index.backends.backend import Access, Change, IndexBackend
-from kvcm.index.codec import decode_payload, encode_payload
+from kvcm.index.codec import decode_payloads, encode_payload
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, DuplicateEntityError, InvalidArgumentError, StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup, MetaIndexerConfig, MetaStorageBackendConfig
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.keys import mixed, unmixed
 from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.model.principals import Account, ApiKey
 from kvcm.model.storages import StorageConfig
@@ -77,6 +79,8 @@ __all__ = [
     "exported_pins",
     "head_of",
     "title",
+    "title_parts",
+    "without_sessions_and_pins",
 ]
 
 FORMAT_VERSION: Final = 1
@@ -181,7 +185,10 @@ class ArchiveWriter:
 
     def rows(self, rows: Rows) -> None:
         """Write blocks."""
-        stored = [_StoredRow(row.key, encode_payload(row.record), *row.access) for row in rows.rows]
+        keys = unmixed([row.key for row in rows.rows])
+        stored = [
+            _StoredRow(key, encode_payload(row.record), *row.access) for key, row in zip(keys, rows.rows, strict=True)
+        ]
         self._put(_framed(_ROWS, _encode(_StoredRows(rows.instance_id, stored))))
         self.records += len(stored)
 
@@ -233,15 +240,41 @@ class ArchiveReader:
             if kind == _TRAILER:
                 yield self._trailer(body, before)
                 return
-            if kind == _DOCUMENT:
-                self._documents += 1
-                yield self._decoded(Document, body)
-            elif kind == _ROWS:
-                rows = self._rows(body)
-                self._records += len(rows.rows)
-                yield rows
+            yield self._content(kind, body)
+
+    def open_frames(self, on_damage: Callable[[str], None], *, with_rows: bool = True) -> Iterator[Document | Rows]:
+        """Yield the frames of a file that never got a trailer, up to its end, or to a header that cannot be one. Frames
+        that are damaged otherwise are left out.
+
+        Args:
+            on_damage: called with a sentence per damaged frame.
+            with_rows: whether blocks are wanted, too.
+        """
+        while start := self._file.read(_FRAME.size):
+            kind, length, _ = _FRAME.unpack(start.ljust(_FRAME.size, b"\0"))
+            if kind not in (_DOCUMENT, _ROWS) or length > _MOST_FRAME_BYTES:
+                on_damage(f"{self._name} cannot be read from byte {self._file.tell() - len(start):,} on")
+                return
+            if kind == _ROWS and not with_rows:
+                self._file.seek(length, os.SEEK_CUR)
+                continue
+            self._file.seek(-len(start), os.SEEK_CUR)
+            try:
+                frame = self._content(*self._frame())
+            except InvalidArgumentError as error:
+                on_damage(str(error))
             else:
-                raise self._damaged(f"it has a frame of the unknown kind {kind!r}")
+                yield frame
+
+    def _content(self, kind: bytes, body: bytes) -> Document | Rows:
+        if kind == _DOCUMENT:
+            self._documents += 1
+            return self._decoded(Document, body)
+        if kind == _ROWS:
+            rows = self._rows(body)
+            self._records += len(rows.rows)
+            return rows
+        raise self._damaged(f"it has a frame of the unknown kind {kind!r}")
 
     def _check_format(self, start: bytes) -> None:
         if not start.startswith(_MAGIC):
@@ -266,7 +299,9 @@ class ArchiveReader:
     def _rows(self, body: bytes) -> Rows:
         instance_id, stored = self._decoded(_StoredRows, body)
         try:
-            rows = [Row(key, decode_payload(record), Access(at, reads)) for key, record, at, reads in stored]
+            keys, records = mixed([row.key for row in stored]), decode_payloads([row.record for row in stored])
+            columns = zip(keys, records, stored, strict=True)
+            rows = [Row(key, record, Access(row.read_at, row.reads)) for key, record, row in columns]
         except StorageIOError as error:
             raise self._damaged(str(error)) from error
         return Rows(instance_id, rows)
@@ -352,7 +387,7 @@ class ExportedPin:
         instance_id: whose blocks it holds.
         owner: name of the principal that pinned.
         deadline: unix seconds.
-        places: what it holds, in the order of the prefix.
+        places: what it holds, in the order of the prefix; with keys as stores have them, not mixed.
     """
 
     id: str
@@ -375,10 +410,17 @@ async def exported_pins(store: Store, registry: Registry, now: float, group_name
     documents = await store.table("pins", _SHARDS).all()
     pins = [Pin.decoded(pin_id, document) for pin_id, document in sorted(documents.items())]
     return [
-        ExportedPin(pin.id, instances[pin.uid], pin.owner, pin.deadline, pin.pinned_locations)
+        ExportedPin(pin.id, instances[pin.uid], pin.owner, pin.deadline, _with_keys(unmixed, pin.pinned_locations))
         for pin in pins
         if pin.uid in instances and not pin.is_ended and pin.deadline > now
     ]
+
+
+def _with_keys(
+    convert: Callable[[Sequence[int]], Sequence[int]], places: Sequence[PinnedLocation]
+) -> tuple[PinnedLocation, ...]:
+    keys = convert([place.key for place in places])
+    return tuple(place._replace(key=key) for place, key in zip(places, keys, strict=True))
 
 
 @dataclass(slots=True)
@@ -433,7 +475,7 @@ class PinImport:
             group=group.name,
             owner=each.owner,
             deadline=each.deadline,
-            pinned=PinnedLocations.of(each.places),
+            pinned=PinnedLocations.of(_with_keys(mixed, each.places)),
         )
         try:
             held = await work.restore(cache, group, pin)
@@ -509,7 +551,7 @@ def _check_valid(value: object, store_kind: str) -> None:
         check_instance(value)
 
 
-def _title_parts(value: object) -> tuple[str, str]:
+def title_parts(value: object) -> tuple[str, str]:
     """Return what a value is and its name, for people."""
     if isinstance(value, StorageConfig):
         return "storage", value.global_unique_name
@@ -527,7 +569,7 @@ def _title_parts(value: object) -> tuple[str, str]:
 
 def title(value: object) -> str:
     """Return both as one text."""
-    return "{} {!r}".format(*_title_parts(value))
+    return "{} {!r}".format(*title_parts(value))
 
 
 def _describe_difference(known: object, new: object) -> str:
@@ -704,7 +746,7 @@ class Exporter:
         for key, record, access in zip(page, records, await backend.accesses(page), strict=True):
             if record is None:
                 continue  # removed since the scan found it
-            kept = _without_sessions_and_pins(record)
+            kept = without_sessions_and_pins(record)
             if kept is None:
                 self._exported.skipped += 1
                 continue
@@ -722,7 +764,7 @@ def head_of(cluster_id: str, group_name: str, now: float) -> Head:
     return Head(__version__, cluster_id, group_name, now)
 
 
-def _without_sessions_and_pins(record: BlockRecord) -> BlockRecord | None:
+def without_sessions_and_pins(record: BlockRecord) -> BlockRecord | None:
     """Return the record without what belongs to sessions and pins, which are not exported."""
     locations = tuple(
         place._replace(pinned_until=0.0) if place.pinned_until else place
@@ -745,7 +787,7 @@ class Imported:
     """What an import did, or would do.
 
     Attributes:
-        created: names of what was added to the registry, by kind.
+        created: names that were added to the registry, by kind.
         stored: records that were added, by instance id.
         skipped: records whose key was there already, by instance id.
         exceeded: a sentence per quota that the imported groups exceed now.
@@ -905,7 +947,7 @@ class Importer:
         if self._known(value) is not None:
             return
         self.imported.adapted += changes
-        kind, name = _title_parts(value)
+        kind, name = title_parts(value)
         self.imported.created[kind].append(name)
         if not self._dry_run:
             await self._create(value)

@@ -31,11 +31,12 @@ from kvcm.cache.usage_recount import UsageRecount
 from kvcm.cache.write_sessions import SessionStore, WriteSession
 from kvcm.index.backends.audit import AuditedIndex, Claims, StoredBlock, faults
 from kvcm.index.backends.backend import PlaceTally, Sum, sums_of
-from kvcm.index.locking import shard_of
+from kvcm.index.locking import shards_of
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.instances import Placement, Registration, Removal
+from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
 from kvcm.model.principals import Account
 from kvcm.model.storages import StorageConfig
@@ -257,7 +258,7 @@ class BlockAudit:
     async def snapshots(self, keys: Sequence[int], shard: int | None = None) -> list[StoredBlock]:
         """Return what there is of some blocks of one shard, which is that of the first when it is not given."""
         if shard is None:
-            shard = shard_of(keys[0], len(self._audited.shards))
+            (shard,) = shards_of(keys[:1], len(self._audited.shards))
         return await self._audited.read_blocks(shard, dict.fromkeys(keys, frozenset()))
 
     async def gather(self, extents: ExtentPart) -> None:
@@ -395,7 +396,7 @@ class BlockAudit:
             self._report.unconfirmed.append(f"usage of {self._title}, shard {shard}, which changes all the time")
 
     async def _usage_difference(self, shard: int) -> dict[Sum, int] | None:
-        """Return what is missing in the kept sums; None if they changed meanwhile."""
+        """Return the missing changes in the kept sums; None if they changed meanwhile."""
         kept = await self._audited.usage(shard)
         counted = PlaceTally()
         seen: set[int] = set()
@@ -435,7 +436,7 @@ class BlockAudit:
         return f"instance {self.cache.instance.instance_id!r} (registration {self.cache.placement.uid})"
 
     def _location_of(self, key: int) -> str:
-        return f"block {key} of {self._title}"
+        return f"block {unmixed_key(key)} of {self._title}"
 
 
 def _writing(view: StoredBlock) -> list[Location]:
@@ -780,7 +781,9 @@ class IndexAuditor:
         for owner, location in places if self._repair.repair else ():
             await self._forget(owner, location)
         (one, _), (other, _) = places
-        where = f"block {one.key} of registration {one.uid} and block {other.key} of registration {other.uid}"
+        where = " and ".join(
+            sorted(f"block {unmixed_key(each.key)} of registration {each.uid}" for each in (one, other))
+        )
         repair = "forgets both locations: either may hold the other's bytes"
         self.report.add(Finding("extent", where, f"they share bytes of {name}", repair, self._repair.repair))
 

@@ -14,6 +14,7 @@ from itertools import takewhile
 from kvcm.cache.instance_cache import InstanceCache, batches
 from kvcm.index.backends.backend import Access
 from kvcm.index.search_cache import StorageView
+from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 
 __all__ = [
@@ -153,7 +154,7 @@ class ChainExplorer:
         parent = record.parent if record is not None else None
         return ExploredBlock(
             position=position,
-            block_key=key,
+            block_key=unmixed_key(key),
             state=state,
             is_readable=is_readable,
             why_not=self._lacks(locations) if is_readable else self._why_not(state, locations),

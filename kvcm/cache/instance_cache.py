@@ -13,7 +13,7 @@ from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.index.search_cache import CacheBudget, ChunkCache, StorageView, filter_specs
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import MetaIndexerConfig
-from kvcm.model.instances import Instance, LocationSpecInfo, Placement
+from kvcm.model.instances import Instance, LocationSpecInfo, Placement, Registration
 from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
@@ -202,7 +202,9 @@ class OpenCaches:
             self._registry.instances.get(instance_id)  # raises
             raise AssertionError(f"instance {instance_id!r} is registered, but not listed")
         cache = self._caches.get(registration.placement.uid)
-        return cache if cache is not None else self._open(registration.instance, registration.placement)
+        if cache is None or cache.instance is not registration.instance:
+            return self._reopen(cache, registration)
+        return cache
 
     def of_group(self, group_name: str) -> list[InstanceCache]:
         """Return the open caches of a group."""
@@ -250,6 +252,19 @@ class OpenCaches:
         """Changes of other managers may have been missed."""
         for cache in self._caches.values():
             cache.index.invalidate_all()
+
+    def _reopen(self, cache: InstanceCache | None, registration: Registration) -> InstanceCache:
+        """Return the cache of a registration that is not open, or was read again.
+
+        A release that counted uids may give one twice when its store goes back in time: then knowledge of the
+        other instance is forgotten.
+        """
+        if cache is None or cache.instance != registration.instance:
+            return self._open(registration.instance, registration.placement)
+        reread = InstanceCache(registration.instance, registration.placement, cache.index)
+        self._caches[reread.placement.uid] = reread
+        self._current_generation = -1
+        return reread
 
     def _open(self, instance: Instance, placement: Placement) -> InstanceCache:
         cache = InstanceCache(instance, placement, self._new_index(instance, placement))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,13 @@ from kvcm.cache.prefix_match import (
     block_metas,
     match,
 )
-from kvcm.cache.quotas import Ledger, LimitCache, UsageLedger
+from kvcm.cache.quotas import Ledger, LimitCache, MetadataDisk, UsageLedger
 from kvcm.cache.read_leases import ReadLease, ReadLeases
-from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover
+from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover, Reporter
 from kvcm.cache.write_plan import NodeStorages, Storages
 from kvcm.cache.write_sessions import (
     NO_HINT,
+    Creations,
     FinishedWrite,
     OpenSessions,
     ReportedChecksums,
@@ -51,6 +53,7 @@ from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
 from kvcm.store.store import Store
 from kvcm.telemetry.events import EventLog
+from kvcm.telemetry.metrics import current_measures
 
 __all__ = ["CacheManager", "GarbageSource"]
 
@@ -77,6 +80,7 @@ class CacheManager:
         usage: keeps count of groups; for this process alone by default.
         budget: bytes of the search caches.
         events: receives the removals and expiries of blocks.
+        disk: the file system of the metadata; by default they are on none.
         on_pressure: as of `WriteSessions`.
 
     Attributes:
@@ -96,6 +100,7 @@ class CacheManager:
         usage: Ledger | None = None,
         budget: CacheBudget | None = None,
         events: EventLog | None = None,
+        disk: MetadataDisk | None = None,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._observer = NO_OBSERVER
@@ -120,20 +125,19 @@ class CacheManager:
             clock,
             new_id=new_id,
             limits_of=LimitCache(registry).of,
+            disk=disk if disk is not None else MetadataDisk(None, storages, clock),
             on_pressure=on_pressure,
         )
-        budgets = PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock)
-        pins = self._store.table("pins", _SESSION_SHARDS)
         self.pins = Pins(
-            table=pins,
-            budgets=budgets,
+            table=self._store.table("pins", _SESSION_SHARDS),
+            budgets=PinBudgets(self._store.table("pinbudgets", _SESSION_SHARDS), clock),
             find=self._find,
             view=storages.everywhere,
             clock=clock,
             new_id=lambda: new_id(16),
         )
-        self.missing = MissingParts(storages.everywhere, self._remover)
         self.accesses = AccessRecorder(clock, self._policy_of)
+        self.missing = MissingParts(storages.everywhere, self._remover, clock)
         self.read_modes = ReadModes(self._store.table("modes"))
         self._removals = InstanceRemovals(
             registry=registry,
@@ -145,9 +149,18 @@ class CacheManager:
             is_shared=is_shared,
         )
 
+    @property
+    def creations(self) -> Mapping[str, Creations]:
+        """Addresses that storages handed out, by storage."""
+        return self._sessions.creations
+
     def set_watermark_check(self, is_above_watermark: Callable[[InstanceGroup], bool]) -> None:
         """Call `on_pressure` from now on for a group that a write left above a watermark."""
         self._sessions.is_above_watermark = is_above_watermark
+
+    def set_full_listener(self, on_full: Callable[[str], None]) -> None:
+        """Call `on_full` from now on with a storage that refused an allocation for lack of space."""
+        self._sessions.on_full = on_full
 
     def set_observer(self, observer: CacheObserver) -> None:
         """Report lookups and write sessions to an observer from now on."""
@@ -184,7 +197,7 @@ class CacheManager:
         await self._store.flush()
 
     async def purge_removed(self) -> None:
-        """Go on with the removal of instances: mark what is left, and forget those that have no blocks any more."""
+        """Go on with the removal of instances: mark the rest, and forget those that have no blocks any more."""
         await self._removals.resume()
 
     async def match(self, cache: InstanceCache, query: MatchQuery, *, peek: bool = False) -> Match:
@@ -204,7 +217,12 @@ class CacheManager:
             self._check_readable(cache, view)
             if query.mode not in PREFIX_MODES:
                 await self.read_modes.record(cache.placement.uid)
+            measures = current_measures()
+            begin_ns = time.perf_counter_ns() if measures is not None else 0
             found = await match(cache, query, view)
+            if measures is not None:
+                measures["manager.prefix_match_time_us"] = (time.perf_counter_ns() - begin_ns) / 1000
+                measures["manager.prefix_match_len"] = float(len(found.keys))
         except KvcmError:
             if not peek:
                 self._observer.on_lookup_failed(cache.instance, query)
@@ -326,7 +344,7 @@ class CacheManager:
         Raises:
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        report = await self.missing.report(cache, parts)
+        report = await self.missing.report(cache, parts, Reporter.of_call())
         await self._store.flush()
         return report
 

@@ -39,6 +39,7 @@ from kvcm.index.search_cache import StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
+from kvcm.model.keys import mixed, unmixed
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.uri import check_name
 from kvcm.store.store import Table
@@ -75,7 +76,7 @@ class PinRequest:
     ttl_seconds: int
 
     def check(self) -> None:
-        """Refuse what is missing or out of range.
+        """Refuse missing fields, and those out of range.
 
         Raises:
             InvalidArgumentError: naming the field and the allowed values.
@@ -99,7 +100,7 @@ class PinnedLocations(NamedTuple):
     """What a pin holds, in the order of the prefix. Packed, since ending one pin reads all those of its instance.
 
     Attributes:
-        keys: of the blocks, as 64-bit numbers.
+        keys: of the blocks, mixed, as 64-bit numbers.
         sizes: in bytes, likewise.
         location_ids: one for each.
     """
@@ -197,7 +198,7 @@ class Pin:
                 owner=self.owner,
                 deadline=self.deadline,
                 is_ended=self.is_ended,
-                keys=self.pinned.keys,
+                keys=array("q", unmixed(array("q", self.pinned.keys))).tobytes(),
                 sizes=self.pinned.sizes,
                 location_ids=self.pinned.location_ids,
             )
@@ -216,9 +217,10 @@ class Pin:
             raise StorageIOError(f"a stored pin cannot be read: {error}") from error
         if stored.version != _PIN_FORMAT:
             raise StorageIOError(f"a stored pin has format {stored.version}, this release knows {_PIN_FORMAT}")
-        held = PinnedLocations(stored.keys, stored.sizes, stored.location_ids)
-        if not len(held.keys) == len(held.sizes) == 8 * len(held.location_ids):
+        if not len(stored.keys) == len(stored.sizes) == 8 * len(stored.location_ids):
             raise StorageIOError("a stored pin cannot be read: it has not one size and one location id for each key")
+        keys = array("q", mixed(array("q", stored.keys))).tobytes()
+        held = PinnedLocations(keys, stored.sizes, stored.location_ids)
         return cls(pin_id, stored.uid, stored.group, stored.owner, stored.deadline, held, stored.is_ended)
 
 

@@ -33,6 +33,7 @@ from kvcm.model.instances import Instance
 from kvcm.model.keys import NO_MASK, BlockMask
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.store.store import Table
+from kvcm.telemetry.metrics import timed
 from kvcm.telemetry.tracing import record_stage, staged
 
 __all__ = [
@@ -208,7 +209,8 @@ async def _answers_by_position(cache: InstanceCache, query: MatchQuery, view: St
     positions = query.mask.unmasked(len(query.keys))
     is_masked = len(positions) < len(query.keys)
     keys = [query.keys[i] for i in positions] if is_masked else query.keys
-    found = await cache.index.answers(keys, view=view)
+    with timed("manager.batch_get_location_time_us"):
+        found = await cache.index.answers(keys, view=view)
     if query.needed:
         there = [answer for answer in found if answer is not None]
         has = iter(await _have_specs(cache, query.needed, there))
@@ -296,7 +298,8 @@ async def block_metas(cache: InstanceCache, keys: Sequence[int], mask: BlockMask
     """Return one entry per unmasked key, in order."""
     metas: list[BlockMeta] = []
     for page in batches([keys[i] for i in mask.unmasked(len(keys))], cache.batch_keys):
-        records = await cache.index.get(page)
+        with timed("manager.batch_get_location_time_us"):
+            records = await cache.index.get(page)
         metas += [_meta(key, record, view) for key, record in zip(page, records, strict=True)]
         await asyncio.sleep(0)
     return metas

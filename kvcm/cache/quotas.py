@@ -19,31 +19,41 @@ All accounts are always reported to, also without a limit, so that a new limit h
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
 
 import structlog
 
 from kvcm.index.meta_index import MetaIndex, UsageListener, UsageNote
+from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
 from kvcm.model.locations import StorageKey
 from kvcm.model.storages import StorageConfig, StorageType
+from kvcm.model.units import format_size
 from kvcm.model.uri import path_component
 from kvcm.registry.registry import Registry
 from kvcm.store.redis.quota import Counters, Demand, QuotaCounters, Report, TotalLimit
+from kvcm.store.reserve import MetadataReserve
 
 __all__ = [
     "MOST_KEYS",
     "OVERALL",
+    "UNLIMITED_DISK",
     "AccountReservation",
+    "DiskSpace",
     "FreeSpace",
     "InstanceIndexes",
     "Ledger",
     "LimitCache",
     "Limits",
+    "MetadataDisk",
+    "OnDevice",
+    "PathStorages",
     "Reservation",
     "SharedLedger",
     "SharedQuota",
@@ -290,6 +300,142 @@ class UsageLedger:
         index.reserve_keys(-reservation.new_keys)
 
 
+# The file system that the metadata is on, and what KV may still take of it (`kvcm.store.reserve`).
+#
+# Free bytes are asked for at every write that may go there; from them comes off what open write sessions were given and
+# may not have written yet. So no number of writers touches the reserve together.
+
+
+@dataclass(slots=True)
+class DiskSpace:
+    """What one write may put on storages that share the file system of the metadata.
+
+    Attributes:
+        storages: names of those.
+        free_bytes: what KV may still take there.
+        describe: returns a text about that file system, for messages.
+        planned: bytes that the write has been given so far.
+        has_refused: whether something did not fit.
+    """
+
+    storages: frozenset[str] = frozenset()
+    free_bytes: int = 0
+    describe: Callable[[], str] = str
+    planned: int = 0
+    has_refused: bool = False
+
+    def limit(self, storage: str, size_bytes: int) -> str | None:
+        """Return None where so many bytes may go to a storage, else why not."""
+        if storage not in self.storages or self.planned + size_bytes <= self.free_bytes:
+            return None
+        self.has_refused = True
+        return f"storage {storage!r} has no space for {format_size(size_bytes)}: {self.describe()}: retry shortly"
+
+    def fitting(self, storage: str, size_bytes: int, most: int) -> int:
+        """Return how many times so many bytes fit, at most so many times."""
+        if storage not in self.storages or not size_bytes:
+            return most
+        return max(0, min(most, (self.free_bytes - self.planned) // size_bytes))
+
+    def add_planned(self, storage: str, size_bytes: int) -> None:
+        """Take bytes of a storage."""
+        if storage in self.storages:
+            self.planned += size_bytes
+
+
+UNLIMITED_DISK: Final = DiskSpace()
+
+
+class OnDevice(Protocol):
+    """An open path storage."""
+
+    @property
+    def device(self) -> int | None:
+        """Number of the file system that it is on, None while that is not known."""
+
+
+class PathStorages(Protocol):
+    """The open storages."""
+
+    def path_storages(self) -> Mapping[str, OnDevice]:
+        """Return the open path storages by name."""
+
+
+_LEAST_FILES: Final = 128  # that can still be made; KV gets none of the last. Blocks leave before (`storage/file.py`)
+
+
+class MetadataDisk:
+    """The file system of the metadata.
+
+    Args:
+        reserve: of the metadata; None where they are on no disk of this manager.
+        storages: the open storages.
+        clock: time source.
+    """
+
+    def __init__(self, reserve: MetadataReserve | None, storages: PathStorages, clock: Clock) -> None:
+        self._reserve = reserve if reserve is not None and reserve.setting_bytes else None
+        self._storages = storages
+        self._clock = clock
+        self._device = self._reserve.device if self._reserve is not None else None
+        self._reserved_bytes = self._reserve.size_bytes() if self._reserve is not None else 0
+        self._writing: dict[str, tuple[float, int]] = {}  # by session: its deadline, and bytes
+
+    def space(self, names: Collection[str]) -> DiskSpace:
+        """Return what a write may put on those of some storages that are on this file system. Blocks as a local file
+        system does, for a few microseconds."""
+        here = self._here()
+        if self._reserve is None or here.isdisjoint(names):
+            return UNLIMITED_DISK
+        directory = self._reserve.directory
+        try:
+            status = os.statvfs(directory)
+        except OSError as error:
+            reason = f"the disk of the metadata ({directory}) cannot be asked: {error.strerror}"
+            return DiskSpace(here, 0, lambda: reason)
+        free_bytes = status.f_bavail * status.f_frsize
+        if 0 < status.f_favail < _LEAST_FILES:
+            kv_bytes = 0
+        else:
+            kv_bytes = max(0, free_bytes - self._reserved_bytes - self._writing_bytes())
+        return DiskSpace(here, kv_bytes, lambda: self._description(directory, status.f_favail, free_bytes))
+
+    def _description(self, directory: Path, free_files: int, free_bytes: int) -> str:
+        where = f"the disk of the metadata ({directory})"
+        if 0 < free_files < _LEAST_FILES:
+            return f"only {free_files} more files can be made on {where}"
+        reserved = f"{format_size(self._reserved_bytes)} are reserved for metadata (kvcm.store.reserve_bytes)"
+        return f"{format_size(free_bytes)} are free on {where}, of which {reserved}"
+
+    def _here(self) -> frozenset[str]:
+        if self._device is None:
+            return frozenset()
+        storages = self._storages.path_storages().items()
+        return frozenset(name for name, storage in storages if storage.device == self._device)
+
+    def _writing_bytes(self) -> int:
+        now = self._clock.now()
+        self._writing = {name: each for name, each in self._writing.items() if each[0] > now}
+        return sum(size for _, size in self._writing.values())
+
+    def begin(self, session_id: str, deadline: float, wanted_bytes: Mapping[StorageKey, int]) -> None:
+        """Count what a write session was given, until it ends or its deadline has passed."""
+        here = self._here()
+        size = sum(size for place, size in wanted_bytes.items() if place.storage in here)
+        if size:
+            self._writing[session_id] = (deadline, size)
+
+    def end(self, session_id: str) -> None:
+        """Count a session no more."""
+        self._writing.pop(session_id, None)
+
+    def reserved_bytes(self, storage: str) -> int:
+        """Return what of a storage's medium is kept for metadata. Blocks as a local file system does."""
+        if self._reserve is None or storage not in self._here():
+            return 0
+        return self._reserve.size_bytes()
+
+
 class FreeSpace:
     """What a group may still take; the planning of one write takes from it block by block.
 
@@ -310,6 +456,8 @@ class FreeSpace:
         self._shared = sum(taken.by_group.get(name, 0) for name in limits.shared.group_names) if limits.shared else 0
         self._planned: Counter[str] = Counter()
         self.free_keys = free_keys
+        self.disk = UNLIMITED_DISK
+        """Of storages that share a file system with the metadata."""
 
     def limit(self, place: StorageKey, size_bytes: int) -> str | None:
         """Return None when `size_bytes` fit in a place, else the limit that they would exceed."""
@@ -318,6 +466,7 @@ class FreeSpace:
             or self._shared_limit(size_bytes)
             or self._type_limit(place.storage_type, size_bytes)
             or self._storage_limit(place.storage, size_bytes)
+            or self.disk.limit(place.storage, size_bytes)
         )
 
     def _group_limit(self, size_bytes: int) -> str | None:
@@ -381,6 +530,7 @@ class FreeSpace:
             free = min(free, limit.capacity_bytes - used - self._planned[place.storage] - kept)
         if free < size_bytes:
             return 0
+        most = self.disk.fitting(place.storage, size_bytes, most)
         return min(most, free // size_bytes) if size_bytes else most
 
     def add_planned(self, place: StorageKey, size_bytes: int) -> None:
@@ -389,6 +539,7 @@ class FreeSpace:
         self._planned[place.storage] += size_bytes
         self._total += size_bytes
         self._shared += size_bytes
+        self.disk.add_planned(place.storage, size_bytes)
 
 
 # Accounts and fields of the shared counters.
@@ -397,7 +548,7 @@ OVERALL = "a.all"
 InstanceIndexes = Mapping[str, Mapping[int, MetaIndex]]
 """Every index by group and uid, also those of instances that are being removed."""
 AccountReservation = tuple[str, list[Demand], list[TotalLimit]]
-"""Account, what is reserved there, and the limits that have to hold."""
+"""Account, reserved bytes there, and the limits that have to hold."""
 
 
 def group_account(group_name: str) -> str:

@@ -22,6 +22,7 @@ from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.prefix_match import Match
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.keys import mixed, unmixed
 from kvcm.model.locations import DeletionItem, LocationStatus
 from kvcm.store.store import Table
 
@@ -67,7 +68,7 @@ class ReadLease:
 
     def encoded(self) -> bytes:
         """Return the lease's document; its id is the document's name."""
-        keys = array("q", (key for _, key, _ in self.locations)).tobytes()
+        keys = array("q", unmixed([key for _, key, _ in self.locations])).tobytes()
         return _encoder.encode(_Document(_FORMAT, self.uid, self.deadline, keys, [pin[2] for pin in self.locations]))
 
     @classmethod
@@ -79,7 +80,7 @@ class ReadLease:
         """
         try:
             stored = _decoder.decode(document)
-            keys = array("q", stored.keys)
+            keys = mixed(array("q", stored.keys))
             pins = tuple((stored.uid, key, place) for key, place in zip(keys, stored.location_ids, strict=True))
         except ValueError as error:  # msgspec's errors are such, too
             raise StorageIOError(f"a stored read lease cannot be read: {error}") from error

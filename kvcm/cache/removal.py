@@ -10,8 +10,9 @@ counts as usage until they are freed by the leader's deletion executor.
   registered again at once. Its index is scanned a second time when all managers know of the removal, since a late write
   may have finished on one that did not.
 * A report of missing bytes is checked against the storage first, since a reader can be wrong: a report removes nothing
-  that the manager can read. A report of corrupt bytes has to name the recorded checksum. Then the whole location goes,
-  since its other parts are useless without the lost one; and the block's other locations, when they are useless alone.
+  that the manager can read. A report of corrupt bytes has to name the recorded checksum; whether it is believed at once
+  depends on who reports (`CorruptionReports`). Then the whole location goes, since its other parts are useless without
+  the lost one; and the block's other locations, when they are useless alone.
 * When the host of a memory pool made new memory, all its locations up to a stamp are forgotten. The state of
   the pool has that stamp (`floor`), so the leader finds it after a restart, too; readers recognise such bytes by their
   stamp. Every index is scanned at once, and again when all managers know of it.
@@ -20,8 +21,9 @@ counts as usage until they are freed by the leader's deletion executor.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
 import structlog
@@ -37,12 +39,14 @@ from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk, uris_of
+from kvcm.model.principals import Verb, call_context
 from kvcm.model.uri import LocationUri
 from kvcm.registry.registry import Registry
 from kvcm.telemetry.events import EventLog
 
 __all__ = [
     "ChooseLocations",
+    "CorruptionReports",
     "InstanceRemovals",
     "LocationIds",
     "MissingPart",
@@ -50,6 +54,7 @@ __all__ = [
     "MissingReport",
     "PoolPurges",
     "Remover",
+    "Reporter",
 ]
 
 _FALLBACK_DELAY_MS = 1000
@@ -217,7 +222,7 @@ class InstanceRemovals:
         await self._remover.remove_all(cache, most_pages=_BATCHES_AT_ONCE, reason=_REASON)
 
     async def resume(self) -> None:
-        """Mark what is left of every removed instance, and forget those that have no blocks any more.
+        """Mark the rest of every removed instance, and forget those that have no blocks any more.
 
         Raises:
             KvcmError: of the first instance with which this was not possible; all have been tried.
@@ -284,8 +289,8 @@ class MissingReport(NamedTuple):
 
     Attributes:
         removed_locations: locations that went.
-        unconfirmed_parts: parts whose bytes are there after all, that no location names any more, or that have another
-            checksum now, or none.
+        unconfirmed_parts: parts whose bytes are there after all, that no location names any more, that have another
+            checksum now, or none, or that wait for a second reporter.
     """
 
     removed_locations: int
@@ -298,6 +303,88 @@ class _ReportedLocation(NamedTuple):
     part: MissingPart
     location_id: str
     storage: str
+    is_pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Who reports.
+
+    Attributes:
+        name: of the principal, or its address where it has none.
+        may_report: whether its word is enough for blocks that are not pinned.
+        may_remove: whether its word is enough for all, since it may remove them anyway.
+    """
+
+    name: str
+    may_report: bool
+    may_remove: bool
+
+    @classmethod
+    def of_call(cls) -> Reporter:
+        """Return the reporter of the present call."""
+        call = call_context.get()
+        verbs = call.principal.verbs
+        return cls(call.principal.name or call.peer, Verb.REPORT in verbs, Verb.REMOVE in verbs)
+
+
+_SUSPECTED_SECONDS: Final = 3600.0
+_MOST_SUSPECTS: Final = 65_536
+_RATE_SECONDS: Final = 60.0
+
+
+class CorruptionReports:
+    """Decides which reports of corrupt bytes are believed.
+
+    The manager cannot read the bytes itself, and every reader knows the checksums of what it looks up: believed at
+    once, a report would be a right to delete.
+
+    * Of a reporter that may neither report nor remove, and of pinned blocks, two different reporters have to say the
+      same within an hour. What one said is remembered here, by this manager.
+    * A reporter is believed so many times a minute: a host whose memory is broken finds every block corrupt.
+
+    Args:
+        clock: time source.
+        most_per_minute: locations of each reporter; 0 for any number.
+    """
+
+    def __init__(self, clock: Clock, most_per_minute: int = 0) -> None:
+        self._clock = clock
+        self.most_per_minute = most_per_minute
+        self._suspects: OrderedDict[tuple[int, int, str], tuple[str, float]] = OrderedDict()
+        self._since = 0.0
+        self._believed: Counter[str] = Counter()  # in this minute
+
+    def believed(self, uid: int, reported: Sequence[_ReportedLocation], reporter: Reporter) -> list[_ReportedLocation]:
+        """Return the reported parts of an instance's blocks that count as corrupt, and remember the others."""
+        now = self._clock.now()
+        if not 0 <= now - self._since < _RATE_SECONDS:
+            self._since = now
+            self._believed.clear()
+        corrupt: list[_ReportedLocation] = []
+        seen: set[tuple[int, str]] = set()  # several parts of a location count once
+        for each in reported:
+            place = each.part.key, each.location_id
+            if place in seen or (self._has_budget(reporter.name) and self._is_believed(uid, each, reporter, now)):
+                self._believed[reporter.name] += place not in seen
+                seen.add(place)
+                corrupt.append(each)
+        return corrupt
+
+    def _has_budget(self, name: str) -> bool:
+        return not self.most_per_minute or self._believed[name] < self.most_per_minute
+
+    def _is_believed(self, uid: int, reported: _ReportedLocation, reporter: Reporter, now: float) -> bool:
+        if reporter.may_remove or (reporter.may_report and not reported.is_pinned):
+            return True
+        suspect = uid, reported.part.key, reported.location_id
+        first, at = self._suspects.pop(suspect, ("", 0.0))
+        if first and first != reporter.name and at <= now < at + _SUSPECTED_SECONDS:
+            return True
+        self._suspects[suspect] = reporter.name, now
+        if len(self._suspects) > _MOST_SUSPECTS:
+            self._suspects.popitem(last=False)
+        return False
 
 
 class MissingParts:
@@ -306,24 +393,32 @@ class MissingParts:
     Args:
         storages: the open storages.
         remover: takes locations out of indexes.
+        clock: time source.
 
     Attributes:
+        corruption: decides which reports of corrupt bytes are believed.
         mismatches: parts that were found corrupt, by instance group and storage.
     """
 
-    def __init__(self, storages: Storages, remover: Remover) -> None:
+    def __init__(self, storages: Storages, remover: Remover, clock: Clock) -> None:
         self._storages = storages
         self._remover = remover
+        self._clock = clock
+        self.corruption = CorruptionReports(clock)
         self.mismatches: Counter[tuple[str, str]] = Counter()
 
-    async def report(self, cache: InstanceCache, parts: Sequence[MissingPart]) -> MissingReport:
+    async def report(self, cache: InstanceCache, parts: Sequence[MissingPart], reporter: Reporter) -> MissingReport:
         """Check parts, and remove the locations whose bytes are missing or corrupt.
 
         Raises:
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        holders = await self._find_locations(cache, set(parts))
-        corrupt = [holder for holder in holders if holder.part.mismatched_checksum]
+        holders = await self._find_locations(cache, dict.fromkeys(parts))
+        reported = [holder for holder in holders if holder.part.mismatched_checksum]
+        corrupt = self.corruption.believed(cache.placement.uid, reported, reporter)
+        if len(corrupt) < len(reported):
+            text, count = "corrupt_bytes_unconfirmed", len(reported) - len(corrupt)
+            _log.warning(text, instance=cache.instance.instance_id, reporter=reporter.name, parts=count)
         lost = await self._without_bytes([holder for holder in holders if not holder.part.mismatched_checksum])
         removed = await self._remove(cache, lost, "missing") + await self._remove(cache, corrupt, "corrupt")
         self.mismatches.update((cache.instance.instance_group_name, holder.storage) for holder in corrupt)
@@ -348,12 +443,14 @@ class MissingParts:
         for part in parts:
             reported[part.key].add(part)
         holders: list[_ReportedLocation] = []
+        now = self._clock.now()
         for page in batches(list(reported), cache.batch_keys):
             for key, record in zip(page, await cache.index.get(page), strict=True):
                 for location in record.locations if record is not None else ():
                     if location.status is LocationStatus.SERVING:
                         named = reported[key].intersection(_parts_of_location(key, location))
-                        holders += [_ReportedLocation(part, location.id, location.storage) for part in named]
+                        is_pinned = location.pinned_until > now
+                        holders += [_ReportedLocation(part, location.id, location.storage, is_pinned) for part in named]
             await asyncio.sleep(0)
         return holders
 

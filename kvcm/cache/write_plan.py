@@ -9,11 +9,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from kvcm.cache.quotas import FreeSpace
+from kvcm.cache.quotas import FreeSpace, OnDevice
 from kvcm.index.search_cache import StorageView
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import LocationSpecInfo
@@ -61,12 +61,16 @@ class NodeStorages(Storages, Protocol):
     def for_node(self, node_id: str) -> Storages:
         """Return the storages as callers on a node see them: with the memory pools of that node."""
 
+    def path_storages(self) -> Mapping[str, OnDevice]:
+        """Return the open path storages by name."""
+
     @property
     def everywhere(self) -> Storages:
         """The storages as operators see them: with the memory pools of all nodes."""
 
-    def report_unwritable(self, name: str) -> None:
-        """Expect no space on an open storage until a probe succeeds: an allocation was rejected a moment ago."""
+    def report_unwritable(self, name: str, *, is_full: bool = False) -> None:
+        """Expect no space on an open storage until a probe succeeds: an allocation was rejected a moment ago, perhaps
+        because it is full."""
 
 
 def candidates(group: InstanceGroup, storages: Storages) -> list[StorageKey]:

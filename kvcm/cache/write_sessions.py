@@ -32,8 +32,9 @@ never sees the bytes and trusts its writers.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ import structlog
 
 from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
 from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
-from kvcm.cache.quotas import Ledger, Limits, Reservation
+from kvcm.cache.quotas import UNLIMITED_DISK, Ledger, Limits, MetadataDisk, Reservation
 from kvcm.cache.write_plan import (
     NodeStorages,
     PlannedRun,
@@ -65,13 +66,14 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo
-from kvcm.model.keys import BlockMask
+from kvcm.model.keys import BlockMask, mixed, unmixed, unmixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
 from kvcm.model.principals import UNRESTRICTED, call_context
-from kvcm.storage.backend import Allocation, Hints, Parts, StorageBackend, is_full
+from kvcm.storage.backend import Allocation, Parts, StorageBackend, is_full
 from kvcm.store.memory import DueQueue
 from kvcm.store.store import Table
 from kvcm.telemetry.events import EventLog
+from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "NO_HINT",
     "REPEAT_SECONDS",
     "Checksums",
+    "Creations",
     "EndedSession",
     "EndedSessions",
     "FinishedWrite",
@@ -342,7 +345,8 @@ class WriteSession:
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""
         decision = bytes(self.decision) if self.decision is not None else None
-        fields = (_SESSION_FORMAT, self.uid, self.deadline, self.location_id, array("q", self.keys).tobytes(), decision)
+        keys = array("q", unmixed(self.keys)).tobytes()
+        fields = (_SESSION_FORMAT, self.uid, self.deadline, self.location_id, keys, decision)
         hint = (self.priority, self.keep_until)
         if self.starter:
             return _session_encoder.encode(_OwnedDocument(*fields, *hint, *self.checksums, self.starter))
@@ -361,7 +365,7 @@ class WriteSession:
         """
         try:
             stored = _session_decoder.decode(document)
-            keys = array("q", stored.keys)
+            keys = mixed(array("q", stored.keys))
         except ValueError as error:  # msgspec's errors are such, too
             raise StorageIOError(f"a stored write session cannot be read: {error}") from error
         if stored.version != _SESSION_FORMAT:
@@ -678,6 +682,10 @@ class SessionStore:
 
     Attributes:
         observer: counts how sessions end.
+        on_failed_writes: receives by storage the bytes of blocks that a client reports as not written, or for which
+            there was no room.
+        on_ended: receives the id of every session that ended, or whose deadline has passed.
+        on_finished: receives the blocks of every session that its client ended.
     """
 
     def __init__(
@@ -693,6 +701,9 @@ class SessionStore:
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
         self.observer: CacheObserver = NO_OBSERVER
+        self.on_failed_writes: Callable[[Mapping[str, int]], None] = lambda _failed: None
+        self.on_ended: Callable[[str], None] = lambda _session_id: None
+        self.on_finished: Callable[[InstanceCache, Sequence[int]], None] | None = None
         # Of the sessions that this manager opened or renewed: deadline, and time of the start where that was here.
         self._deadlines: DueQueue[str] = DueQueue()
         self._started_at: dict[str, float | None] = {}
@@ -717,6 +728,7 @@ class SessionStore:
     def _untrack(self, session_id: str) -> None:
         self._deadlines.discard(session_id)
         self._started_at.pop(session_id, None)
+        self.on_ended(session_id)
 
     async def replace(self, old: WriteSession, new: WriteSession) -> None:
         """Replace an open session.
@@ -931,10 +943,13 @@ class SessionStore:
         return True
 
     async def _apply(self, cache: InstanceCache, decided: WriteSession, document: bytes) -> FinishedWrite:
-        finished = await self._apply_to_blocks(cache, decided)
+        with timed(_IO_COST), timed("manager.batch_update_location_time_us"):
+            finished = await self._apply_to_blocks(cache, decided)
         if decided.has_lapsed:
             await self._forget(decided.id, document)
             return finished
+        if self.on_finished is not None:
+            self.on_finished(cache, decided.keys)
         first = await self._ended.put(decided, document, finished)
         self._untrack(decided.id)
         return first
@@ -944,11 +959,18 @@ class SessionStore:
         self._untrack(session_id)
 
     async def _apply_to_blocks(self, cache: InstanceCache, session: WriteSession) -> FinishedWrite:
+        failed: Counter[str] = Counter()
+
         def note(changes: Sequence[Change]) -> None:
             if session.has_lapsed:
                 self._events.expired(cache.instance, changes, "session")
+            else:
+                failed.update(_failed_bytes(session, changes))
 
-        return await apply_decision(cache, session, self._clock.now(), note)
+        finished = await apply_decision(cache, session, self._clock.now(), note)
+        if failed:
+            self.on_failed_writes(failed)
+        return finished
 
     async def _move_deadlines(self, cache: InstanceCache, session: WriteSession, keys: Sequence[int]) -> None:
         def move(_key: int, old: BlockRecord | None) -> BlockRecord | None:
@@ -964,6 +986,16 @@ class SessionStore:
         for page in batches(keys, cache.batch_keys):
             await cache.index.read_modify_write(page, move)
             await asyncio.sleep(0)
+
+
+def _failed_bytes(session: WriteSession, changes: Sequence[Change]) -> Counter[str]:
+    """Return by storage the bytes of a session's blocks that were being written and will not serve."""
+    failed: Counter[str] = Counter()
+    for change in changes:
+        for location in change.old.locations if change.old is not None and change.new is not change.old else ():
+            if location.session_id == session.id and not _has_served(change.new, session):
+                failed[location.storage] += location.size_bytes
+    return failed
 
 
 def timeout_seconds(requested: int) -> int:
@@ -1041,6 +1073,36 @@ class _AllocationRejectedError(Exception):
         self.reason = reason
 
 
+_IO_COST = "manager.write_cache_io_cost_us"  # of storages and stores, for which a write waits
+
+
+class Creations:
+    """Addresses that a storage handed out since the start.
+
+    Attributes:
+        calls: of the storage.
+        addresses: in all.
+        last_addresses, last_us: of the last call.
+    """
+
+    __slots__ = ("addresses", "calls", "last_addresses", "last_us")
+
+    def __init__(self) -> None:
+        self.calls = self.addresses = self.last_addresses = 0
+        self.last_us = 0.0
+
+    def record(self, addresses: int, microseconds: float) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.addresses += addresses
+        self.last_addresses, self.last_us = addresses, microseconds
+
+    @property
+    def per_second(self) -> float:
+        """Return the rate of the last call."""
+        return 1e6 * self.last_addresses / self.last_us if self.last_us else 0.0
+
+
 class _AddressAllocator:
     """Asks storages for addresses.
 
@@ -1052,10 +1114,9 @@ class _AddressAllocator:
     def __init__(self, storages: NodeStorages, clock: Clock) -> None:
         self._storages = storages
         self._clock = clock
+        self.creations: dict[str, Creations] = {}
 
-    async def allocate(
-        self, cache: InstanceCache, session: WriteSession, plan: WritePlan, hints: Hints
-    ) -> list[list[PlacedRun]]:
+    async def allocate(self, cache: InstanceCache, session: WriteSession, plan: WritePlan) -> list[list[PlacedRun]]:
         """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
         and storage.
 
@@ -1065,7 +1126,6 @@ class _AddressAllocator:
             cache: of the instance that the blocks belong to.
             session: writes them.
             plan: the blocks to write.
-            hints: about how long the blocks will live.
 
         Raises:
             _AllocationRejectedError: a storage hands out none.
@@ -1078,7 +1138,7 @@ class _AddressAllocator:
                 placed.append([])
                 for storage, runs in _by_storage(page).items():
                     parts = _parts_of(cache.spec_names, runs)
-                    uris = await self._uris(cache.instance, session, storage, parts, hints)
+                    uris = await self._uris(cache.instance, session, storage, parts)
                     of_runs = _uris_by_spec(cache.spec_names, runs, uris)
                     placed[-1] += _place_runs(session, runs, of_runs, self._clock.now())
                 placed[-1].sort(key=lambda run: run.planned.position)
@@ -1087,14 +1147,16 @@ class _AddressAllocator:
             raise
         return placed
 
-    async def _uris(
-        self, instance: Instance, session: WriteSession, storage: str, parts: Parts, hints: Hints
-    ) -> list[str]:
+    async def _uris(self, instance: Instance, session: WriteSession, storage: str, parts: Parts) -> list[str]:
         with self._rejections(storage):
             backend = self._storages.backend(storage)
             if backend is None:
                 raise NotReadyError(f"storage {storage!r} was removed while the write was being started: start again")
-            return await backend.allocate(Allocation(instance.instance_id, session.location_id, parts, hints))
+            begin_ns = time.perf_counter_ns()
+            uris = await backend.allocate(Allocation(instance.instance_id, session.location_id, parts))
+        creations = self.creations.setdefault(storage, Creations())
+        creations.record(len(uris), (time.perf_counter_ns() - begin_ns) / 1000)
+        return uris
 
     async def make(self, runs: Sequence[BlockRun]) -> None:
         """Create the objects of fresh addresses on storages that do that themselves.
@@ -1120,7 +1182,7 @@ class _AddressAllocator:
         try:
             yield
         except (StorageIOError, NotReadyError) as error:
-            self._storages.report_unwritable(storage)
+            self._storages.report_unwritable(storage, is_full=is_full(error))
             raise _AllocationRejectedError(storage, CapacityError(str(error)) if is_full(error) else error) from error
 
     async def discard(self, unused: Iterable[BlockRun]) -> None:
@@ -1258,11 +1320,14 @@ class WriteSessions:
         clock: time source.
         new_id: makes a random id of so many hex digits.
         limits_of: looks up the hard limits of a group.
+        disk: the file system of the metadata, of which KV must leave something.
         on_pressure: called with the name of a group whose write was rejected for lack of space, wholly or partly, or
             by one storage of several, or left the group above a watermark.
 
     Attributes:
         is_above_watermark: whether a group is above one of its watermarks.
+        creations: addresses that storages handed out, by storage.
+        on_full: called with a storage that refused an allocation for lack of space.
     """
 
     def __init__(
@@ -1273,6 +1338,8 @@ class WriteSessions:
         clock: Clock,
         new_id: Callable[[int], str],
         limits_of: Callable[[InstanceGroup], Limits] = Limits,
+        *,
+        disk: MetadataDisk,
         on_pressure: Callable[[str], None] = lambda _group_name: None,
     ) -> None:
         self._endings = endings
@@ -1282,8 +1349,12 @@ class WriteSessions:
         self._clock = clock
         self._new_id = new_id
         self._limits_of = limits_of
+        self._disk = disk
+        endings.on_ended = disk.end
         self.is_above_watermark: Callable[[InstanceGroup], bool] = lambda _group: False
+        self.on_full: Callable[[str], None] = lambda _storage: None
         self._on_pressure = on_pressure
+        self.creations: Mapping[str, Creations] = self._addresses.creations
 
     async def start(self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest) -> StartedWrite:
         """Open a session and hand out addresses for the blocks that have to be written.
@@ -1298,7 +1369,8 @@ class WriteSessions:
         """
         if request.parent_key is not None and request.parent_key in request.keys:
             # Such a chain has no leaf, so it could never be evicted.
-            raise InvalidArgumentError(f"parent_block_key is {request.parent_key}, must not be one of block_keys")
+            parent = unmixed_key(request.parent_key)
+            raise InvalidArgumentError(f"parent_block_key is {parent}, must not be one of block_keys")
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
         refusals: dict[str, KvcmError] = {}
@@ -1317,11 +1389,14 @@ class WriteSessions:
         opened = self._backends_of(reservation)
         try:
             await yield_to_others(len(request.keys), cache.batch_keys)
-            placed = await self._allocate(cache, group, session, plan, reservation)
+            with timed(_IO_COST), timed("manager.gen_write_location_us"):
+                placed = await self._allocate(cache, session, plan, reservation)
             return await self._store_or_abort(cache, session, request, _PlacedPlan(plan, reservation, opened, placed))
         except _AllocationRejectedError as refused:
             refusals[refused.storage] = refused.reason
+            self._disk.end(session.id)
             if isinstance(refused.reason, CapacityError):
+                self.on_full(refused.storage)
                 self._on_pressure(group.name)  # that storage needs eviction, wherever these blocks go
             return None
         finally:
@@ -1333,14 +1408,12 @@ class WriteSessions:
     async def _allocate(
         self,
         cache: InstanceCache,
-        group: InstanceGroup,
         session: WriteSession,
         plan: WritePlan,
         reservation: Reservation | None,
     ) -> list[list[PlacedRun]]:
-        hints = Hints(group.name, group.policy_of(cache.instance.instance_id).ttl_seconds)
         try:
-            return await self._addresses.allocate(cache, session, plan, hints)
+            return await self._addresses.allocate(cache, session, plan)
         except _AllocationRejectedError:
             if reservation is not None:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that space
@@ -1362,7 +1435,8 @@ class WriteSessions:
         """Plan, and reserve the plan; again where another manager took the space in between."""
         for _ in range(_MOST_PLANS):
             limits = self._limits_of(group)
-            plan = await self._plan(cache, limits, request, refusals)
+            with timed("manager.filter_write_cache_time_us"):
+                plan = await self._plan(cache, limits, request, refusals)
             if plan.rejection and not plan.runs:
                 self._record_rejection(group)
                 raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
@@ -1374,10 +1448,12 @@ class WriteSessions:
                 uid=cache.placement.uid,
                 wanted_bytes=plan.wanted_bytes,
                 new_keys=plan.new_keys,
-                deadline=self._clock.now() + _RESERVATION_SECONDS,
+                deadline=(now := self._clock.now()) + _RESERVATION_SECONDS,
             )
             if await self._usage.reserve(reservation, cache.index):
+                self._disk.begin(reservation.owner, now + timeout_seconds(request.timeout_seconds), plan.wanted_bytes)
                 return plan, reservation
+            measure("manager.lock_write_location_retry_times", 1)
         self._record_rejection(group)
         raise NotReadyError(f"other managers keep taking the last space of group {group.name!r}: retry shortly")
 
@@ -1401,10 +1477,17 @@ class WriteSessions:
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
+        on_disk = self._disk.space([place.storage for place in usable]) if any(missing) else UNLIMITED_DISK
         # While no other manager works on the store, nothing suspends from here until the space is reserved.
         space = await self._usage.free_space(limits, cache.placement.uid, cache.index) if any(missing) else None
+        if space is not None:
+            space.disk = on_disk
         planner = WritePlanner(usable, space, cache.index.max_key_count)
-        return plan_write(planner, keys, missing, records=records, head=head)
+        plan = plan_write(planner, keys, missing, records=records, head=head)
+        if plan.rejection and on_disk.has_refused:
+            block_bytes = cache.instance.block_bytes
+            self._endings.on_failed_writes(dict.fromkeys(on_disk.storages, plan.rejected * block_bytes))
+        return plan
 
     def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
         if refusals:
@@ -1418,7 +1501,8 @@ class WriteSessions:
 
     async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Read the records, after expiring overdue writers: their blocks can be written again."""
-        records = await self._get(cache, keys)
+        with timed("manager.batch_get_location_time_us"):
+            records = await self._get(cache, keys)
         if not any(records):
             return records
         overdue = self._endings.overdue(zip(keys, records, strict=True))
@@ -1458,7 +1542,8 @@ class WriteSessions:
     ) -> StartedWrite:
         """Store the session and its blocks, or nothing of them."""
         try:
-            lost = await self._store(cache, session, request, placed)
+            with timed(_IO_COST):
+                lost = await self._store(cache, session, request, placed)
             return await self._answer(cache, session, request, placed, lost)
         except BaseException:
             # The client did not get the session's id, so it cannot end the session.
@@ -1474,11 +1559,13 @@ class WriteSessions:
         lost: set[int] = set()
         stored = 0
         try:
-            await self._endings.open(session)
+            with timed("manager.put_write_location_manager_us"):
+                await self._endings.open(session)
             await yield_to_others(len(request.keys), cache.batch_keys)
             for page in placed.batches:
                 self._check_in_time(placed.reservation)
-                lost |= await self._add_locations(cache, session, request, page)
+                with timed("manager.batch_add_location_time_us"):
+                    lost |= await self._add_locations(cache, session, request, page)
                 stored += 1
                 await yield_to_others(len(request.keys), cache.batch_keys)
         except BaseException:

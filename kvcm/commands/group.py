@@ -19,6 +19,7 @@ from kvcm.commands.output import (
     print_changes,
     print_fields,
     print_json,
+    print_remark,
     print_table,
 )
 from kvcm.model.errors import InvalidArgumentError
@@ -41,7 +42,7 @@ __all__ = ["GroupOptions", "group_app", "group_usage", "quota_app"]
 
 _DEFAULT_HIGH = 0.8
 _DEFAULT_DELAY_MS = 1000
-_POLICIES = ("leaf_lru", "lru", "lfu", "ttl", "fifo", "sieve", "s3fifo")
+_POLICIES = ("leaf_lru", "lru", "lfu", "lfu_aging", "ttl", "fifo", "sieve", "s3fifo")
 _SHARES = ("group_lru", "proportional", "fixed")
 _TYPES = {each.kind: each for each in StorageType if each is not StorageType.ST_UNSPECIFIED}
 _PREFERENCES = {
@@ -361,7 +362,7 @@ def create_group(
         if not dry_run:
             request = pb.CreateInstanceGroupRequest(instance_group=group)
             answer = connection.admin().call("CreateInstanceGroup", request, pb.CommonResponse)
-            _warn(answer)
+            print_remark(answer)
     if as_json:
         print_json(plain(group))
     elif dry_run:
@@ -388,7 +389,7 @@ def update_group(
         if found and not dry_run:
             new.version = old.version + 1
             request = pb.UpdateInstanceGroupRequest(instance_group=new, current_version=old.version)
-            _warn(client.call("UpdateInstanceGroup", request, pb.CommonResponse))
+            print_remark(client.call("UpdateInstanceGroup", request, pb.CommonResponse))
     print_changes(found, dry_run=dry_run, as_json=as_json)
 
 
@@ -405,11 +406,6 @@ def delete_group(connection: Connection, name: Name, yes: Yes = False) -> None:
 def _found(client: AdminClient, name: str) -> pb.InstanceGroup:
     request = pb.GetInstanceGroupRequest(name=name)
     return client.call("GetInstanceGroup", request, pb.GetInstanceGroupResponse).instance_group
-
-
-def _warn(answer: pb.CommonResponse) -> None:
-    if message := answer.header.status.message:
-        typer.echo(f"kvcm: {message}", err=True)
 
 
 # `kvcm quota`.

@@ -1,4 +1,4 @@
-"""`kvcm index`: export, import and verification of a deployment's metadata; `index_tools` does the work."""
+"""`kvcm index`: export, import, verification and repair of a deployment's metadata; `index_tools` does the work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
@@ -28,13 +29,14 @@ from kvcm.terminal.tables import TerminalTable, print_sentences
 
 if TYPE_CHECKING:
     from kvcm.cache.archive import Exported, Imported
-    from kvcm.commands.index_tools import IndexTools
+    from kvcm.cache.finish_notes import Rebuilt
+    from kvcm.commands.index_tools import IndexTools, Repaired
 
 __all__ = ["index_app"]
 
 index_app = typer.Typer(
     name="index",
-    help="Export, import and verify the metadata: the registry and the index of all blocks.",
+    help="Export, import, verify and repair the metadata: the registry and the index of all blocks.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -129,6 +131,55 @@ def verify_index(
         raise typer.Exit(CANNOT_RUN)
 
 
+@index_app.command("repair")
+def repair_index(
+    config_file: ConfigFile = None,
+    env: Env = None,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Repair the damaged metadata of a data directory: keep everything that can be read, and count the losses.
+
+    The damaged files are moved aside. Stop the manager first.
+
+    Exit code 0: nothing is gone; 1: something is; 2: it could not be repaired.
+    """
+    with exit_on_errors(CANNOT_RUN):
+        with step_progress(MofNCompleteColumn()) as progress:
+            repaired = asyncio.run(_tools(_settings(config_file, env, data_dir), progress).repair())
+    typer.echo(_repaired_json(repaired) if as_json else "\n".join(_about_repaired(repaired)))
+    if repaired.found is not None and repaired.found.is_incomplete:
+        raise typer.Exit(FINDINGS)
+
+
+@index_app.command("rebuild")
+def rebuild_index(
+    roots: Annotated[list[Path], typer.Argument(metavar="ROOT...", help="Root paths of storages, as configured.")],
+    config_file: ConfigFile = None,
+    env: Env = None,
+    data_dir: DataDir = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing, show what would be written.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Make a lost index again, from the finish notes that managers keep on path storages.
+
+    Notes are written with kvcm.storage.finish_notes=true. What the store has stays. On Redis the managers may go on; a
+    manager on a data directory has to be stopped.
+
+    Exit code 0: all that is noted and still has its bytes is there; 1: something was left out; 2: it could not be done.
+    """
+    with exit_on_errors(CANNOT_RUN):
+        with step_progress(MofNCompleteColumn()) as progress:
+            tools = _tools(_settings(config_file, env, data_dir), progress)
+            rebuilt = asyncio.run(tools.rebuild([root.absolute() for root in roots], dry_run=dry_run))
+    if as_json:
+        typer.echo(json.dumps({each.name: getattr(rebuilt, each.name) for each in fields(rebuilt)}))
+    else:
+        _print_rebuilt(rebuilt, dry_run=dry_run)
+    if rebuilt.unreadable or rebuilt.left_out:
+        raise typer.Exit(FINDINGS)
+
+
 def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
     configure_logs(LEVELS["WARN"])  # commands print their results themselves
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
@@ -210,6 +261,24 @@ def _about_imported(imported: Imported, *, dry_run: bool) -> Iterator[str]:
         yield f"over quota: {sentence}"
 
 
+def _print_rebuilt(rebuilt: Rebuilt, *, dry_run: bool) -> None:
+    console = Console()
+    table = TerminalTable(("instance", "would be stored" if dry_run else "stored", "there already"))
+    for instance_id in sorted(rebuilt.stored.keys() | rebuilt.known.keys()):
+        table.add_row(instance_id, f"{rebuilt.stored[instance_id]:,}", f"{rebuilt.known[instance_id]:,}")
+    console.print(table)
+    print_sentences(map(Text, _about_rebuilt(rebuilt)), console)
+
+
+def _about_rebuilt(rebuilt: Rebuilt) -> Iterator[str]:
+    for storage, files in rebuilt.files.items():
+        gone = rebuilt.gone[storage]
+        yield f"storage {storage}: {files:,} files of notes, {gone:,} noted blocks have no bytes any more"
+    for name, reason in rebuilt.left_out.items():
+        yield f"left out: {name}: {reason}"
+    yield from rebuilt.unreadable
+
+
 def _imported_json(imported: Imported) -> str:
     return json.dumps(
         {
@@ -239,6 +308,38 @@ def _print_report(report: AuditReport) -> None:
         table.add_row(name, f"{number:,}")
     table.add_row("findings", f"{len(report.findings) + report.more:,}")
     console.print(table)
+
+
+def _about_repaired(repaired: Repaired) -> Iterator[str]:
+    found = repaired.found
+    if not repaired.was_damaged:
+        yield "nothing is damaged"
+    elif found is None:
+        yield "a repair that was interrupted is complete"
+    else:
+        yield from found.sentences()
+        if found.is_incomplete:
+            yield "the rest is in a backup or in finish notes (`kvcm index rebuild`), or is computed again"
+        yield f"the damaged files are in {found.moved_to}; delete them when they are not needed any more"
+        yield "now run `kvcm index verify`, then start the manager"
+
+
+def _repaired_json(repaired: Repaired) -> str:
+    found = repaired.found
+    details = {}
+    if found is not None:
+        details = {
+            "lost_changes": found.lost_changes,
+            "lost_blocks": found.lost_blocks,
+            "lost_documents": found.lost_documents,
+            "blocks": found.blocks,
+            "documents": found.documents,
+            "doubtful_blocks": found.doubtful,
+            "registry_from_copy": found.from_copy,
+            "found": list(found.sentences()),
+            "moved_to": str(found.moved_to),
+        }
+    return json.dumps({"was_damaged": repaired.was_damaged, **details})
 
 
 def _report_json(report: AuditReport) -> str:

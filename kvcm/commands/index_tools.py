@@ -12,7 +12,7 @@ import dataclasses
 import secrets
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,30 +30,48 @@ from kvcm.cache.archive import (
 )
 from kvcm.cache.audit import AuditedStore, IndexAuditor
 from kvcm.cache.audit_report import AuditReport, Finding, Repair
+from kvcm.cache.finish_notes import NotesReader, Rebuilt, deployment_of
 from kvcm.cache.instance_cache import OpenCaches
 from kvcm.cache.quotas import SharedLedger
 from kvcm.cache.usage_recount import UsageRecount
-from kvcm.components import Metadata, local_directory, open_metadata
+from kvcm.components import Metadata, local_directory, open_metadata, repair_local
 from kvcm.config import Settings
 from kvcm.index.backends.audit import AuditedIndex, PlainAudit
 from kvcm.index.backends.redis_audit import RedisAudit
 from kvcm.index.backends.redis_audit import StoredBlocks as RedisBlocks
-from kvcm.index.backends.rocks import LoadedBlocks, RowsFound, audit_rows, drop_rows
+from kvcm.index.backends.rocks import LoadedBlocks, RowsFound, audit_rows, check_readable, drop_rows
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Placement
+from kvcm.model.uri import path_component
 from kvcm.registry.document_cache import DocumentCache
 from kvcm.registry.registry import Registry, check_schema
 from kvcm.registry.storages import ClosedStorages
+from kvcm.storage.finish_notes import NotesFolder
 from kvcm.store.rocks import CommitLog, Fsync
+from kvcm.store.rocks_check import DamagedStoreError
+from kvcm.store.rocks_repair import Found, survey_database
 
-__all__ = ["IndexTools", "audited_store"]
+__all__ = ["IndexTools", "Repaired", "audited_store"]
 
 _PAUSE_SECONDS = 1.0
 _PATIENCE_SECONDS = 30.0
 Progress = Callable[[str, int, int], None]
 """Called with the name of a step, its count so far, and its total, 0 for unknown."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repaired:
+    """The outcome of a repair.
+
+    Attributes:
+        was_damaged: whether there was anything to repair.
+        found: the contents and the losses; None if only an interrupted repair was completed.
+    """
+
+    was_damaged: bool
+    found: Found | None = None
 
 
 class IndexTools:
@@ -68,7 +86,7 @@ class IndexTools:
     def __init__(
         self, settings: Settings, clock: Clock, progress: Progress = lambda _what, _done, _total: None
     ) -> None:
-        self._settings = settings
+        self._settings = dataclasses.replace(settings, on_damage="refuse")  # but for the command that repairs
         self._clock = clock
         self._progress = progress
 
@@ -148,6 +166,45 @@ class IndexTools:
             again = await recount.different_accounts(before)
             await recount.recount(sorted(each for each, by in again.items() if by.items() & before[each].items()))
 
+    async def rebuild(self, roots: Sequence[Path], *, dry_run: bool) -> Rebuilt:
+        """Add the blocks that finish notes on storages have and whose bytes are there; the store is made if missing.
+
+        Args:
+            roots: of the storages.
+            dry_run: whether to write nothing.
+
+        Raises:
+            InvalidArgumentError: there are no notes, or they are of several deployments and the store is of none.
+            KvcmError: the store failed.
+        """
+        settings = self._settings
+        _reject_memory_store(settings)
+        folders = [folder for root in roots for folder in NotesFolder.found_below(root)]
+        if dry_run and not _exists(settings):  # opening would create it
+            settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
+        async with self._opened(settings) as (metadata, registry):
+            known = await DocumentCache(metadata.store.table("registry"), "meta/", str).read("cluster_id")
+            cluster_id = _only_deployment(folders, settings.cluster_id or known or "")
+            if not settings.cluster_id and not known and not dry_run:
+                await registry.cluster_id(cluster_id)
+            importer = Importer(
+                registry=registry,
+                new_backend=metadata.new_backend,
+                usage=metadata.usage,
+                store=metadata.store,
+                store_kind=metadata.kind,
+                dry_run=dry_run,
+                progress=lambda done: self._progress("rebuild", done, 0),
+            )
+            reader = NotesReader(registry, importer, cluster_id)
+            await reader.read([each for each in folders if Path(each.directory).name == path_component(cluster_id)])
+            await metadata.store.flush()
+            if isinstance(metadata.usage, SharedLedger):
+                await metadata.usage.flush()
+                if not dry_run:
+                    await self._recount(metadata.usage, metadata, registry)
+            return reader.rebuilt
+
     async def verify(self, repair: Repair) -> AuditReport:
         """Verify the whole store, and repair it as far as `repair` allows.
 
@@ -176,10 +233,33 @@ class IndexTools:
             auditor.report = report
             return await auditor.run()
 
+    async def repair(self) -> Repaired:
+        """Keep everything that can be read of a damaged RocksDB, and count the losses.
+
+        Raises:
+            InvalidArgumentError: there is no store, or it is no directory of ours.
+            StorageIOError: the store cannot be opened for another reason, or the disk failed.
+        """
+        settings = self._existing(self._settings)
+        directory = local_directory(settings)
+        if directory is None:
+            raise InvalidArgumentError(
+                "Redis repairs its own files (redis-check-rdb, redis-check-aof): this is for the metadata in a data "
+                "directory. `kvcm index verify --repair` verifies what a Redis holds"
+            )
+        try:
+            await asyncio.to_thread(check_readable, directory, self._clock)
+            return Repaired(was_damaged=False)
+        except DamagedStoreError:
+            found = await asyncio.to_thread(repair_local, directory, self._clock, self._progress_of("repair"))
+        return Repaired(was_damaged=True, found=found)
+
     async def _verify_rows(
         self, settings: Settings, directory: Path, repair: Repair, report: AuditReport
     ) -> RowsFound | None:
         """Verify the rows of a RocksDB before it is loaded; None if it cannot be loaded."""
+        if not await self._verify_files(directory, repair, report):
+            return None
         log = await asyncio.to_thread(CommitLog, directory, Fsync(settings.fsync), self._clock)
         try:
             found = await asyncio.to_thread(audit_rows, log, self._progress_of("read"))
@@ -194,6 +274,22 @@ class IndexTools:
             report.add(Finding("row", row.where, row.reason, how, row.key in gone))
         left = [row for row in found.bad if row.key not in gone]
         return None if any(row.stops_loading for row in left) else found
+
+    async def _verify_files(self, directory: Path, repair: Repair, report: AuditReport) -> bool:
+        """Return whether the files of a RocksDB are whole, or were repaired."""
+        try:
+            await asyncio.to_thread(check_readable, directory, self._clock)
+        except DamagedStoreError:
+            is_mended = repair.repair and repair.drop_unreadable
+            how = "with --drop-unreadable, or `kvcm index repair`, keeps what can be read"
+            if is_mended:
+                found = await asyncio.to_thread(repair_local, directory, self._clock, self._progress_of("repair"))
+            else:
+                found = await asyncio.to_thread(survey_database, directory, self._progress_of("read"))
+            for what in found.sentences() if found is not None else ["a repair was interrupted"]:
+                report.add(Finding("store", str(directory), what, how, is_mended))
+            return is_mended
+        return True
 
     def _checked(self, file: BinaryIO, name: str) -> list[Document]:
         documents = []
@@ -228,6 +324,26 @@ class IndexTools:
 
     def _progress_of(self, step: str) -> Callable[[int, int], None]:
         return lambda done, total: self._progress(step, done, total)
+
+
+def _only_deployment(folders: Sequence[NotesFolder], cluster_id: str) -> str:
+    """Return the id of the deployment whose notes are to be read: the store's, else that of all notes that there are.
+
+    Raises:
+        InvalidArgumentError: there are none, or of several.
+    """
+    found = sorted(set(filter(None, map(deployment_of, folders))))
+    if cluster_id in found:
+        return cluster_id
+    if not found or cluster_id:
+        of_which = f"deployment {cluster_id!r}" if cluster_id else "any deployment"
+        raise InvalidArgumentError(
+            f"below these roots are no finish notes of {of_which}, only of {found}: managers write them with "
+            "kvcm.storage.finish_notes=true"
+        )
+    if len(found) > 1:
+        raise InvalidArgumentError(f"below these roots are finish notes of {found}: say which with kvcm.cluster_id")
+    return found[0]
 
 
 def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, records: Counter[int]) -> AuditedStore:

@@ -44,9 +44,8 @@ from kvcm.terminal.exit_codes import (
 if TYPE_CHECKING:
     from kvcm.optimizer.groups.original import OriginalConfig
     from kvcm.optimizer.live.proposals import ManagerState, Proposal
-    from kvcm.optimizer.replay import Mode
     from kvcm.optimizer.results import Replay
-    from kvcm.optimizer.study import Estimate, Progress, Sampling, Study, StudyOptions
+    from kvcm.optimizer.study import Estimate, Progress, Sampling, Study, StudyMode, StudyOptions
     from kvcm.optimizer.trace import Trace
 
 __all__ = [
@@ -127,7 +126,7 @@ class StudyArguments:
             "--mode",
             rich_help_panel=_STUDY,
             metavar="MODE",
-            help="block: eviction before each block; request: once behind each request.",
+            help="block: eviction before each block; request: once behind each request; manager: as a manager does it.",
         ),
     ] = "block"
     deployment: Annotated[
@@ -686,12 +685,11 @@ def _options(asking: StudyArguments) -> StudyOptions:
     )
 
 
-def _mode(text: str) -> Mode:
-    if text == "block":
-        return "block"
-    if text == "request":
-        return "request"
-    raise OptionError(f"--mode is {text!r}; allowed: block, request")
+def _mode(text: str) -> StudyMode:
+    modes: dict[str, StudyMode] = {"block": "block", "request": "request", "manager": "manager"}
+    if text in modes:
+        return modes[text]
+    raise OptionError(f"--mode is {text!r}; allowed: {', '.join(modes)}")
 
 
 def _workers(wanted: int) -> int:

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.units import format_size
+from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.terminal.tables import TerminalTable, format_time
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "print_counts",
     "print_fields",
     "print_json",
+    "print_remark",
     "print_table",
     "private_file",
     "progress",
@@ -119,6 +121,12 @@ def print_below(*sentences: str) -> None:
 def print_json(value: Any) -> None:
     """Print one JSON object."""
     typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def print_remark(answer: pb.CommonResponse) -> None:
+    """Print the remark on a call that succeeded, if there is one, to the standard error."""
+    if message := answer.header.status.message:
+        typer.echo(f"kvcm: {message}", err=True)
 
 
 def print_counts(counts: dict[str, Any], *, as_json: bool) -> None:

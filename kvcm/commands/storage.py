@@ -24,6 +24,7 @@ from kvcm.commands.output import (
     print_counts,
     print_fields,
     print_json,
+    print_remark,
     progress,
     spinner,
 )
@@ -316,7 +317,8 @@ def add_storage(
         if root:
             _set(spec, "root_path", root if root.endswith("/") else f"{root}/")
         _apply(config, spec, fields, capacity=capacity, mark=mark, check=check)
-        connection.admin().call("AddStorage", admin_pb.AddStorageRequest(storage=config), admin_pb.CommonResponse)
+        request = admin_pb.AddStorageRequest(storage=config)
+        print_remark(connection.admin().call("AddStorage", request, admin_pb.CommonResponse))
 
 
 @storage_app.command("update")
@@ -341,7 +343,8 @@ def update_storage(
         _apply(new, spec, fields, capacity=capacity, mark=mark, check=check)
         found = changes(old, new)
         if found and not dry_run:
-            client.call("UpdateStorage", admin_pb.UpdateStorageRequest(storage=new), admin_pb.CommonResponse)
+            request = admin_pb.UpdateStorageRequest(storage=new)
+            print_remark(client.call("UpdateStorage", request, admin_pb.CommonResponse))
     print_changes(found, dry_run=dry_run, as_json=as_json)
 
 

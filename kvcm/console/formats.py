@@ -47,6 +47,7 @@ VERBS: Final[Mapping[str, str]] = {
     "WRITE": "Write blocks, and register instances",
     "REMOVE": "Remove blocks",
     "PIN": "Pin blocks",
+    "REPORT": "Report corrupt blocks",
 }
 """Verbs of engines, with a description."""
 

@@ -183,10 +183,13 @@ def _certificates(described: dict[str, str]) -> Iterator[Finding]:
 def _startup_storage(settings: Settings) -> Iterator[Finding]:
     if not settings.startup_config:
         return
+    unknown: list[str] = []
     try:
-        document = parse_startup_document(Path(settings.startup_config).read_text(encoding="utf-8"))
+        document = parse_startup_document(Path(settings.startup_config).read_text(encoding="utf-8"), unknown.append)
     except (OSError, UnicodeDecodeError, InvalidArgumentError) as error:
         found = f"kvcm.startup_config {settings.startup_config}: {error}"
         yield Finding(Level.FAIL, "settings", found, "correct it: `kvcm serve` refuses it too")
         return
+    for text in unknown:
+        yield Finding(Level.WARN, "settings", text, "correct the name, or leave it out")
     yield from check_storage(document.storage)

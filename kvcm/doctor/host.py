@@ -12,6 +12,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,12 @@ import grpc
 from kvcm.components import local_directory
 from kvcm.config import DEBUG_PORT_OFFSET, ConfigError, Settings, load_settings
 from kvcm.doctor.findings import Finding, fail, ok, warn
+from kvcm.model.errors import StorageIOError
 from kvcm.model.units import format_duration, format_size
 from kvcm.store.redis.uri import RedisSettings, parse_redis_uri
+from kvcm.store.rocks import database_options, unopened
+from kvcm.store.rocks_check import check_database
+from kvcm.store.rocks_repair import RepairNote, read_repairs
 
 __all__ = [
     "certificate_of",
@@ -164,6 +169,32 @@ def check_metadata_directory(settings: Settings) -> Iterator[Finding]:
     holder = lock_holder(directory / "LOCK")
     if holder:
         yield ok(_DIRECTORY, f"{directory} is in use by process {holder}: a manager or a `kvcm index` runs on it")
+    elif directory.is_dir():
+        yield from _damage(directory)
+    yield from map(_repair, read_repairs(directory))
+
+
+def _damage(directory: Path) -> Iterator[Finding]:
+    """Yield a finding if the manifest or the logs show damage; `kvcm index verify` reads all tables."""
+    try:
+        check_database(directory, database_options)
+    except StorageIOError as error:
+        yield fail(_DIRECTORY, str(error), "run `kvcm index repair`")
+    except Exception as error:  # RocksDB's errors have no type of their own
+        yield fail(_DIRECTORY, str(unopened(directory, error)), "run `kvcm index verify`")
+
+
+def _repair(note: RepairNote) -> Finding:
+    lost = {"blocks": note.lost_blocks, "documents": note.lost_documents, "changes": note.lost_changes}
+    shown = ", ".join(f"{'an unknown number of' if count is None else count} {what}" for what, count in lost.items())
+    at = datetime.fromtimestamp(note.at, UTC).isoformat(timespec="seconds")
+    found = f"a repair at {at} found damage; gone are: {shown}"
+    if note.doubtful_blocks:  # where a removal is lost its block is back, and hides a loss from the count
+        found += f"; {note.doubtful_blocks} blocks are doubtful: they may be outdated, or be removed ones"
+    is_counted = note.lost_blocks is not None and note.lost_documents is not None
+    if is_counted and not any(lost.values()) and not note.doubtful_blocks:
+        return ok(_DIRECTORY, found)
+    return warn(_DIRECTORY, found, f"engines compute blocks again; {note.moved_to} and kvcm.repairs may be deleted")
 
 
 def check_directory(check: str, directory: Path, *, is_made: bool) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from kvcm.doctor.findings import Finding, Level, check_skew, fail, ok, warn
 from kvcm.doctor.host import check_directory
 from kvcm.model.errors import InvalidArgumentError, KvcmError
+from kvcm.model.groups import InstanceGroup
 from kvcm.model.mooncake import mooncake_hosts
 from kvcm.model.storages import (
     MooncakeStorageSpec,
@@ -25,8 +26,12 @@ from kvcm.model.storages import (
 )
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
+from kvcm.protocol.kvcm.v1 import insight_service_pb2 as insight_pb
+from kvcm.registry.without_effect import group_values_without_effect, storage_values_without_effect
 from kvcm.service.translate import read, storage_of
 from kvcm.service.usage_values import StorageStatus, UsageReport
+from kvcm.storage.file import is_missing
 from kvcm.storage.health import HealthState
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import NotAllowedError
@@ -74,6 +79,12 @@ def _advice_on(error: BaseException | None, *, is_secure: bool, shows_certificat
     return _OTHER if shows_certificate else _SHOW
 
 
+_NO_SPACE: Final = "a write found no space a moment ago"
+_FREE_SPACE: Final = (
+    "its blocks are evicted until there is space. If other files fill it, free space or give it a medium of its own; "
+    "a capacity_bytes below the medium's size lets blocks leave in time"
+)
+
 # The check.
 
 _SECONDS = 2.0
@@ -100,7 +111,10 @@ def check_reachable(check: str, what: str, address: str) -> Finding:
 
 
 _CHECK = "manager"
-_PATHS = (NfsStorageSpec, ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
+_STORE = "metadata store"
+_OF_STORE = {"KvcmStoreUnsound", "KvcmStoreLostChanges"}
+_MOUNTED = (ThreeFSStorageSpec, VcnsThreeFSStorageSpec)
+_PATHS = (NfsStorageSpec, *_MOUNTED)
 
 
 def check_manager(
@@ -125,7 +139,7 @@ def check_manager(
             yield ok(_CHECK, f"none runs at {client.url}; `kvcm serve` starts one")
         return
     yield from readiness(client.url, page.status, page.body.decode(errors="replace"))
-    for check in (_leader, _usage, partial(_storages, is_here=is_here)):
+    for check in (_leader, _store, _usage, partial(_storages, is_here=is_here), _without_effect):
         yield from _call(client, check)
 
 
@@ -170,6 +184,14 @@ def _leader(client: AdminClient) -> Iterator[Finding]:
         yield check_skew(f"manager {client.url}", int(answered_us) / 1e6 - middle)
 
 
+def _store(client: AdminClient) -> Iterator[Finding]:
+    """Yield what the manager saw of a store that it shares, for a day also where that is over."""
+    answer = client.call("ListAlerts", insight_pb.ListAlertsRequest(), insight_pb.ListAlertsResponse)
+    for alert in answer.alerts:
+        if alert.name in _OF_STORE:
+            yield fail(_STORE, f"{alert.summary} {alert.reason}", alert.advice)
+
+
 def _usage(client: AdminClient) -> Iterator[Finding]:
     answer = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
     report = read(UsageReport, answer)
@@ -186,7 +208,7 @@ def above_watermarks(report: UsageReport) -> list[Finding]:
 
 
 def _problem_finding(is_bad: bool, text: str) -> Finding:
-    advice = "raise a limit, remove what is not needed, or set marks below the limits: `kvcm usage` shows all"
+    advice = "raise a limit, remove blocks that nothing needs, or set marks below the limits: `kvcm usage` shows all"
     return Finding(Level.FAIL if is_bad else Level.WARN, "capacity", text, advice)
 
 
@@ -203,6 +225,24 @@ def _storages(client: AdminClient, *, is_here: bool) -> Iterator[Finding]:
             yield from check_storage(config)
 
 
+def _without_effect(client: AdminClient) -> Iterator[Finding]:
+    """Yield the stored values that have no effect."""
+    storages = client.call("ListStorage", pb.ListStorageRequest(), pb.ListStorageResponse)
+    groups = client.call("ListInstanceGroup", group_pb.ListInstanceGroupRequest(), group_pb.ListInstanceGroupResponse)
+    sentences = [
+        f"storage {config.global_unique_name}: {text}"
+        for config in map(storage_of, storages.storage)
+        for text in storage_values_without_effect(config)
+    ]
+    sentences += [
+        f"group {message.name}: {text}"
+        for message in groups.instance_groups
+        for text in group_values_without_effect(read(InstanceGroup, message))
+    ]
+    for sentence in sentences:
+        yield warn("settings", sentence, "leave it out, or set what the sentence names")
+
+
 def status_of(status: StorageStatus) -> Finding:
     """Return the health of a storage as the manager that answered sees it."""
     name = f"storage {status.storage_unique_name}"
@@ -214,6 +254,8 @@ def status_of(status: StorageStatus) -> Finding:
         return fail(
             "storages", f"{name} is down for the manager: {status.reason}", "repair it; it comes back by itself"
         )
+    if status.is_full:
+        return warn("storages", f"{name} is full: {status.reason or _NO_SPACE}", _FREE_SPACE)
     if status.health is HealthState.SH_DEGRADED:
         return warn("storages", f"{name} is degraded: {status.reason}", "look at its medium and at its network")
     if status.is_draining:
@@ -224,7 +266,12 @@ def status_of(status: StorageStatus) -> Finding:
 def check_storage(config: StorageConfig) -> Iterator[Finding]:
     """Yield findings of a storage as this host sees it."""
     spec, check = config.spec, f"storage {config.global_unique_name}"
-    if isinstance(spec, _PATHS):
+    if isinstance(spec, _MOUNTED) and not config.check_storage_available_when_open and is_missing(spec.mountpoint):
+        found = f"{spec.mountpoint} does not exist on this host, and need not: the storage's check is off"
+        yield warn(
+            check, found, "a manager without it neither probes it nor deletes there: mount it where a manager leads"
+        )
+    elif isinstance(spec, _PATHS):
         yield from check_directory(check, Path(spec.root), is_made=isinstance(spec, NfsStorageSpec))
     elif isinstance(spec, MooncakeStorageSpec):
         yield from _mooncake(check, spec)

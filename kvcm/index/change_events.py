@@ -9,6 +9,7 @@ from typing import Any
 
 from kvcm.index.backends.backend import Change
 from kvcm.model.instances import Instance
+from kvcm.model.keys import unmixed
 from kvcm.model.locations import Location, LocationStatus
 from kvcm.telemetry.events import CACHE_MANAGER, CACHE_RECLAIMER, EventLog
 
@@ -62,7 +63,7 @@ class ChangeEvents:
         marked = [(change.key, [location.id for location in _marked(change)]) for change in changes]
         keys, ids = [key for key, ids in marked if ids], [ids for _, ids in marked if ids]
         if keys:
-            fields = {"block_keys": keys, "location_ids": ids, "delay_us": round(delay_seconds * 1e6)}
+            fields = {"block_keys": unmixed(keys), "location_ids": ids, "delay_us": round(delay_seconds * 1e6)}
             self.log.publish(
                 source=instance.instance_id, component=CACHE_RECLAIMER, event_type="CacheReclaimSubmit", fields=fields
             )
@@ -81,7 +82,7 @@ class ChangeEvents:
             fields = {
                 "group": instance.instance_group_name,
                 "storage": storage,
-                "keys": list(blocks),
+                "keys": unmixed(list(blocks)),
                 "location_ids": [[location.id for location in locations] for locations in blocks.values()],
                 "bytes": sum(location.size_bytes for locations in blocks.values() for location in locations),
             }

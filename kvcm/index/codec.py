@@ -4,7 +4,8 @@
 
     record in Redis      version · stamp (8 bytes) · body
     record in RocksDB    version · body
-    body                 msgpack [parent, depth, header, chunk, header, chunk, ...], one header and chunk per location
+    body                 msgpack [parent, depth, header, chunk, header, chunk, ...], one header and chunk per location;
+                         the parent's key is not mixed
     header               msgpack [id, storage, type, status, spec names, size, written_at, session, deadline,
                                   priority, pinned_until], the last two left out where both are 0
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
 from struct import Struct
@@ -29,6 +30,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import msgspec
 
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed, unmixed, unmixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
@@ -37,7 +39,9 @@ __all__ = [
     "STAMP_SIZE",
     "StampedRecord",
     "decode_payload",
+    "decode_payloads",
     "decode_record",
+    "decode_records",
     "encode_payload",
     "encode_payloads",
     "encode_record",
@@ -98,9 +102,16 @@ def decode_record(data: bytes) -> StampedRecord:
     Raises:
         StorageIOError: another release wrote it, or it is damaged.
     """
-    record = _decode(StampedRecord, data, _BODY_AT)
-    record.stamp = data[1:_BODY_AT]
+    (record,) = decode_records((data,))
     return record
+
+
+def decode_records(values: Sequence[bytes]) -> list[StampedRecord]:
+    """Do `decode_record` for many."""
+    records = _decode(StampedRecord, values, _BODY_AT)
+    for record, data in zip(records, values, strict=True):
+        record.stamp = data[1:_BODY_AT]
+    return records
 
 
 def encode_payload(record: BlockRecord) -> bytes:
@@ -109,7 +120,7 @@ def encode_payload(record: BlockRecord) -> bytes:
 
 
 def encode_payloads(
-    location: Location, links: Iterable[tuple[int | None, int]], chunks: Sequence[bytes]
+    location: Location, links: Sequence[tuple[int | None, int]], chunks: Sequence[bytes]
 ) -> list[bytes]:
     """Return what `encode_payload` makes of blocks whose only locations differ in nothing but the chunk.
 
@@ -119,8 +130,13 @@ def encode_payloads(
         chunks: of each location.
     """
     header = _header_bytes(location[:5] + location[6:])
-    pairs = zip(links, chunks, strict=True)
-    return [_VERSION_BYTE + _encode((parent, depth, header, chunk)) for (parent, depth), chunk in pairs]
+    columns = zip(_unmixed_parents(links), links, chunks, strict=True)
+    return [_VERSION_BYTE + _encode((parent, depth, header, chunk)) for parent, (_, depth), chunk in columns]
+
+
+def _unmixed_parents(links: Sequence[tuple[int | None, int]]) -> Sequence[int | None]:
+    parents = unmixed([0 if parent is None else parent for parent, _ in links])
+    return [None if link[0] is None else parent for link, parent in zip(links, parents, strict=True)]
 
 
 def decode_payload(data: bytes) -> BlockRecord:
@@ -129,30 +145,44 @@ def decode_payload(data: bytes) -> BlockRecord:
     Raises:
         StorageIOError: another release wrote it, or it is damaged.
     """
-    return _decode(BlockRecord, data, 1)
+    (record,) = decode_payloads((data,))
+    return record
+
+
+def decode_payloads(values: Sequence[bytes]) -> list[BlockRecord]:
+    """Do `decode_payload` for many."""
+    return _decode(BlockRecord, values, 1)
 
 
 def _body_of(record: BlockRecord) -> list[int | bytes | None]:
-    body: list[int | bytes | None] = [record[0], record[1]]
+    parent = record[0]
+    body: list[int | bytes | None] = [None if parent is None else unmixed_key(parent), record[1]]
     for location in record[2]:
         body.append(_header_bytes(location[:5] + location[6:]))
         body.append(location[5])
     return body
 
 
-def _decode(form: type[_AnyRecord], data: bytes, body_at: int) -> _AnyRecord:
+def _decode(form: type[_AnyRecord], values: Sequence[bytes], body_at: int) -> list[_AnyRecord]:
     try:
-        if data[0] != FORMAT_VERSION:
-            raise _unknown_version(data[0])
-        body = _decode_body(data[body_at:])
-        if len(body) == 4:
-            return tuple.__new__(form, (body[0], body[1], (_location_of(body[2], body[3]),)))
-        locations = tuple(map(_location_of, body[2::2], body[3::2]))
-        return tuple.__new__(form, (body[0], body[1], locations))
-    except (msgspec.MsgspecError, IndexError, TypeError, ValueError) as error:
-        raise StorageIOError(
-            f"a stored block record of {len(data)} bytes is damaged ({error}); run `kvcm index verify --repair`"
-        ) from error
+        data, bodies = b"", list[Any]()
+        for data in values:
+            if data[0] != FORMAT_VERSION:
+                raise _unknown_version(data[0])
+            bodies.append(_decode_body(data[body_at:]))
+        parents = mixed([body[0] or 0 for body in bodies])
+        records: list[_AnyRecord] = []
+        for parent, body, data in zip(parents, bodies, values, strict=True):  # noqa: B007 - the error names it
+            chain = (None, body[1]) if body[0] is None else (parent, body[1])
+            if len(body) == 4:
+                locations: tuple[Location, ...] = (_location_of(body[2], body[3]),)
+            else:
+                locations = tuple(map(_location_of, body[2::2], body[3::2]))
+            records.append(tuple.__new__(form, (*chain, locations)))
+    except (msgspec.MsgspecError, IndexError, TypeError, ValueError, OverflowError) as error:
+        text = f"a stored block record of {len(data)} bytes is damaged ({error}); run `kvcm index verify --repair`"
+        raise StorageIOError(text) from error
+    return records
 
 
 def _location_of(header: bytes, chunk: bytes) -> Location:

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
+from kvcm.model.keys import unmixed
 from kvcm.telemetry.metrics import Histogram
 
-__all__ = ["ShardLocks", "SubBatch", "plan_sub_batches", "shard_of", "uninterrupted"]
+__all__ = ["ShardLocks", "SubBatch", "plan_sub_batches", "shard_of", "shards_of", "uninterrupted"]
 
 _FIBONACCI = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -33,7 +34,9 @@ class SubBatch(NamedTuple):
 
 
 def shard_of(key: int, shard_count: int) -> int:
-    """Return the shard of a key: the top bits of a multiplicative hash, since keys need not be well mixed.
+    """Return the shard of a key as the store knows it, not mixed: shards are the same for all managers and for ever.
+
+    It is the top bits of a multiplicative hash, since keys need not be well mixed.
 
     Args:
         key: block key.
@@ -42,11 +45,18 @@ def shard_of(key: int, shard_count: int) -> int:
     return ((key * _FIBONACCI & _MASK) * shard_count) >> 64
 
 
-def plan_sub_batches(keys: Iterable[int], shard_count: int, batch_key_size: int) -> list[SubBatch]:
+def shards_of(keys: Sequence[int], shard_count: int) -> list[int]:
+    """Return the shards of mixed keys."""
+    if shard_count == 1:
+        return [0] * len(keys)
+    return [shard_of(key, shard_count) for key in unmixed(keys)]
+
+
+def plan_sub_batches(keys: Sequence[int], shard_count: int, batch_key_size: int) -> list[SubBatch]:
     """Cut `keys` into sub-batches of whole shards, each of at least `batch_key_size` keys except the last."""
     by_shard: dict[int, list[int]] = {}
-    for key in keys:
-        by_shard.setdefault(shard_of(key, shard_count), []).append(key)
+    for key, shard in zip(keys, shards_of(keys, shard_count), strict=True):
+        by_shard.setdefault(shard, []).append(key)
     batches: list[SubBatch] = []
     shards: list[int] = []
     batch: list[int] = []

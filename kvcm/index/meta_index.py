@@ -30,17 +30,20 @@ from kvcm.index.backends.backend import (
     IndexBackend,
     RowObserver,
     Rows,
+    read_records,
     usage_difference,
+    write_changes,
 )
 from kvcm.index.locking import ShardLocks, plan_sub_batches, uninterrupted
 from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
-from kvcm.telemetry.metrics import Histogram
+from kvcm.telemetry.metrics import Histogram, current_measures, measure, timed
 
 __all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
 
+_READ_MODIFY_WRITE = "meta_searcher.indexer_read_modify_write_time_us"
 _MOST_ATTEMPTS = 32
 _LONGEST_PAUSE_SECONDS = 0.05
 
@@ -182,11 +185,14 @@ class MetaIndex:
 
     async def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order."""
-        return await self._backend.get_many(keys)
+        measure("meta_searcher.indexer_query_times", 1)
+        measure("meta_indexer.query_key_count", len(keys))
+        with timed("meta_searcher.indexer_get_time_us"):
+            return await read_records(self._backend, keys)
 
     async def exists(self, keys: Sequence[int]) -> list[bool]:
         """Return for every key whether the index holds a record of it, whatever its status."""
-        return [record is not None for record in await self._backend.get_many(keys)]
+        return [record is not None for record in await self.get(keys)]
 
     async def put(self, records: Mapping[int, BlockRecord]) -> list[Change]:
         """Store records, replacing earlier ones; new keys beyond the key limit are rejected."""
@@ -218,9 +224,11 @@ class MetaIndex:
         if self._backend.is_shared:
             return False
         note = self._on_usage()
-        usage = self._backend.begin(run)
+        with timed(_READ_MODIFY_WRITE), timed("meta_indexer.put_io_time_us"):
+            usage = self._backend.begin(run)
         if usage is None:
             return False
+        _measure_run("put", len(run.keys))
         self._generation += 1
         self._answers.forget(run.keys)
         note(usage, len(run.keys))
@@ -233,9 +241,13 @@ class MetaIndex:
             keys: of the blocks; the observer receives them in this order.
             ending: what becomes of them.
         """
-        served = None if self._backend.is_shared else self._backend.serve(keys, ending)
+        if self._backend.is_shared:
+            return False
+        with timed(_READ_MODIFY_WRITE), timed("meta_indexer.update_io_time_us"):
+            served = self._backend.serve(keys, ending)
         if served is None:
             return False
+        _measure_run("update", len(keys))
         self._generation += 1
         for blocks in served:
             self._answers.served(blocks)
@@ -269,12 +281,15 @@ class MetaIndex:
         """
         distinct = list(dict.fromkeys(keys))
         changes: dict[int, Change] = {}
-        if not self._backend.awaits:
-            await self._apply(distinct, modify, applied, reserved, changes)
-        else:
-            for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
-                async with self._locks.hold(batch.shards):
-                    await self._apply(batch.keys, modify, applied, reserved, changes)
+        measure("meta_searcher.indexer_query_times", 1)
+        measure("meta_indexer.query_key_count", len(distinct))
+        with timed(_READ_MODIFY_WRITE):
+            if not self._backend.awaits:
+                await self._apply(distinct, modify, applied, reserved, changes)
+            else:
+                for batch in plan_sub_batches(distinct, self._shard_count, self._batch_key_size):
+                    async with self._locks.hold(batch.shards):
+                        await self._apply(batch.keys, modify, applied, reserved, changes)
         return [changes[key] for key in distinct]
 
     async def _apply(
@@ -283,7 +298,7 @@ class MetaIndex:
         """Read, modify, compare and set; again for the keys that lost, with growing pauses."""
         pause = 0.0
         for _ in range(_MOST_ATTEMPTS):
-            records = await self._backend.get_many(keys)
+            records = await read_records(self._backend, keys)
             pairs = zip(keys, records, strict=True)
             changes = [_new_change(Change, (key, old, modify(key, old), False)) for key, old in pairs]
             changes, incoming = (changes, 0) if reserved or self._backend.is_shared else self._within_limit(changes)
@@ -292,6 +307,7 @@ class MetaIndex:
             keys = await (uninterrupted(store) if self._backend.awaits else store)
             if not keys:
                 return
+            measure("manager.lock_write_location_retry_times", 1)
             await asyncio.sleep(uniform(0, pause))  # noqa: S311 - spreads managers in time
             pause = min(_LONGEST_PAUSE_SECONDS, 2 * pause + 0.001)
         raise NotReadyError(
@@ -305,7 +321,7 @@ class MetaIndex:
         written = [change for change in changes if change[2] is not change[1]]
         note = self._on_usage()
         try:
-            outcome = await self._backend.write_many(written) if written else NOTHING_WRITTEN
+            outcome = await write_changes(self._backend, written) if written else NOTHING_WRITTEN
         except BaseException:
             self._answers.forget([change.key for change in written])  # they may have been stored
             self._report_possible_growth(written, note)
@@ -322,6 +338,7 @@ class MetaIndex:
         else:
             self._answers.stored([change[0] for change in written], [change[2] for change in written])
         _report_usage(outcome.usage, written, note)
+        _measure_changes(changes)
         done.update([(change[0], change) for change in changes])
         applied(changes)
         return list(outcome.lost)
@@ -396,6 +413,22 @@ class MetaIndex:
         self.invalidate_all()
         await self._backend.drop()
         self._generation += 1
+
+
+def _measure_run(kind: str, keys: int) -> None:
+    """Measure blocks that changed in one step."""
+    measure("meta_searcher.indexer_query_times", 1)
+    measure("meta_indexer.query_key_count", keys)
+    measure(f"meta_indexer.read_modify_write_{kind}_key_count", keys)
+
+
+def _measure_changes(changes: Sequence[Change]) -> None:
+    """Measure what became of the blocks of a read-modify-write."""
+    if current_measures() is None:
+        return
+    for _, old, new, _ in changes:
+        kind = "skip" if new is old else "delete" if new is None else "put" if old is None else "update"
+        measure(f"meta_indexer.read_modify_write_{kind}_key_count", 1)
 
 
 def _report_usage(usage: Mapping[StorageKey, int], written: Sequence[Change], note: UsageNote) -> None:

@@ -25,8 +25,9 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from kvcm.index.backends.backend import IndexBackend, UniformRun
+from kvcm.index.backends.backend import IndexBackend, UniformRun, read_records
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
+from kvcm.telemetry.metrics import Measures, current_measures, measure
 
 __all__ = [
     "AnswerCache",
@@ -106,18 +107,23 @@ class CacheBudget:
         self.is_coherent = is_coherent
         self.hits = 0
         self.misses = 0
-        self._young_bytes = 0
+        self._young_bytes = self._old_bytes = 0
         self._caches: WeakSet[SearchCache[Any]] = WeakSet()
 
     def join(self, cache: SearchCache[Any]) -> None:
         """Let a cache share the budget."""
         self._caches.add(cache)
 
+    @property
+    def used_bytes(self) -> int:
+        """Return the bytes that the entries of all caches take, about; those that left early count until their turn."""
+        return self._young_bytes + self._old_bytes + _ENTRY_BYTES * sum(cache.reference_count for cache in self._caches)
+
     def spend(self, size_bytes: int) -> None:
         """Count an entry that was added. What leaves early is not given back: the next turn makes up for it."""
         self._young_bytes += size_bytes + _ENTRY_BYTES
         if self.capacity_bytes is not None and self.capacity_bytes < 2 * self._young_bytes:
-            self._young_bytes = 0
+            self._young_bytes, self._old_bytes = 0, self._young_bytes
             for cache in self._caches:
                 cache.age()
 
@@ -159,6 +165,11 @@ class SearchCache(Generic[Cached]):
         self._old: dict[int, Cached] = {}
         self._reading: dict[int, ReadInFlight] = {}
         budget.join(self)
+
+    @property
+    def reference_count(self) -> int:
+        """Return how many entries refer to records of this process, which the budget does not count."""
+        return 0 if self._is_bounded else len(self._young) + len(self._old)
 
     def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
@@ -303,11 +314,13 @@ class _NodeAnswers:
 
     async def _read(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         if not self._backend.awaits:
-            return await self._backend.get_many(keys)
+            return await read_records(self._backend, keys)
         records = self._records.lookup(keys)
         unknown = [position for position, record in enumerate(records) if record is None]
         self._budget.hits += len(keys) - len(unknown)
         self._budget.misses += len(unknown)
+        measure("meta_indexer.search_cache_hit_count", len(keys) - len(unknown))
+        measure("meta_indexer.search_cache_miss_count", len(unknown))
         for position, record in zip(unknown, await self._fetch([keys[i] for i in unknown]), strict=True):
             records[position] = record
         return records
@@ -317,7 +330,7 @@ class _NodeAnswers:
             return []
         read = self._records.begin_read(keys)
         try:
-            return self._records.end_read(read, await self._backend.get_many(keys))
+            return self._records.end_read(read, await read_records(self._backend, keys))
         except BaseException:
             self._records.abandon(read)
             raise
@@ -381,15 +394,28 @@ class AnswerCache:
             stop_at_miss: return only the answers before the first miss.
             view: which storages the caller can read; None is the index's own view.
         """
+        measures = current_measures()
+        begin_ns = time.perf_counter_ns() if measures is not None else 0
         if view is not None and view is not self._view:
-            return await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
+            on_node = await self._on_nodes.answers(keys, view, stop_at_miss=stop_at_miss)
+            _count_query(measures, begin_ns, len(keys), 0, 0)
+            return on_node
         found = self._cache.lookup(keys)
         if all(found):  # no answer is empty; `all` is three times as fast as `in`
             self._budget.hits += len(found)
+            _count_query(measures, begin_ns, len(keys), len(found), 0)
             return found
+        hits = len(found) - found.count(None)
+        self._budget.hits += hits
+        misses = await self._read_unknown(found, keys, stop_at_miss=stop_at_miss)
+        self._budget.misses += misses
+        _count_query(measures, begin_ns, len(keys), hits, misses)
+        return found
+
+    async def _read_unknown(self, found: list[bytes | None], keys: Sequence[int], *, stop_at_miss: bool) -> int:
+        """Fill the answers that are unknown, and with `stop_at_miss` end at a miss; return how many were read."""
         position, read_count = found.index(None), 0
         window = self._first_window(len(keys), stop_at_miss=stop_at_miss)
-        self._budget.hits += len(found) - found.count(None)
         while position >= 0:
             # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
             unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
@@ -403,8 +429,7 @@ class AnswerCache:
             if position >= 0 and window >= _WINDOW:
                 await asyncio.sleep(0)
             window = max(window, _WINDOW)
-        self._budget.misses += read_count
-        return found
+        return read_count
 
     def _first_window(self, count: int, *, stop_at_miss: bool) -> int:
         if stop_at_miss:
@@ -413,10 +438,10 @@ class AnswerCache:
 
     async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
         if not self._backend.awaits:
-            return list(map(self._cache.store, keys, await self._backend.get_many(keys)))
+            return list(map(self._cache.store, keys, await read_records(self._backend, keys)))
         read = self._cache.begin_read(keys)
         try:
-            return self._cache.end_read(read, await self._backend.get_many(keys))
+            return self._cache.end_read(read, await read_records(self._backend, keys))
         except BaseException:
             self._cache.abandon(read)
             raise
@@ -447,6 +472,28 @@ class AnswerCache:
             self._cache.forget(blocks.keys)
         else:  # the answer of a block with one location is its chunk
             self._cache.store_answers(blocks.keys, blocks.chunks)
+
+
+_QUERY = (
+    "meta_searcher.indexer_query_times",
+    "meta_searcher.indexer_get_time_us",
+    "meta_indexer.query_key_count",
+    "meta_indexer.search_cache_hit_count",
+    "meta_indexer.search_cache_miss_count",
+)
+
+
+def _count_query(measures: Measures | None, begin_ns: int, keys: int, hits: int, misses: int) -> None:
+    """Measure one query for answers; a few dict operations, on the path of every match."""
+    if measures is None:
+        return
+    microseconds = (time.perf_counter_ns() - begin_ns) / 1000
+    amounts = (1.0, microseconds, float(keys), float(hits), float(misses))
+    if measures.keys().isdisjoint(_QUERY):  # nearly every call has one query
+        measures.update(zip(_QUERY, amounts, strict=True))
+        return
+    for name, amount in zip(_QUERY, amounts, strict=True):
+        measures[name] = measures.get(name, 0.0) + amount
 
 
 def _next_none(answers: list[bytes | None], start: int, end: int) -> int:

@@ -34,7 +34,7 @@ DEFAULT_WATERMARK = 0.9
 
 
 class ReclaimPolicy(IntEnum):
-    """Order of eviction; numbers are those of the wire protocol."""
+    """Order of eviction; numbers are those of the wire protocol. Policies without a number have a name only."""
 
     POLICY_UNSPECIFIED = 0
     POLICY_LRU = 1
@@ -290,6 +290,13 @@ class InstanceGroup:
         by_number = EvictionPolicy(_NAMES[strategy.reclaim_policy])
         override = self.override_of(instance_id)
         return override.policy.with_defaults(strategy.policy.with_defaults(by_number))
+
+    @property
+    def policy_names(self) -> frozenset[str]:
+        """The names of all policies that order blocks of the group."""
+        strategy = self.cache_config.reclaim_strategy
+        own = [each.policy for each in strategy.prefix_classes] + [each.policy for each in strategy.instance_overrides]
+        return frozenset({self.policy_of("").name, *(policy.name for policy in own if policy.name)})
 
     def override_of(self, instance_id: str) -> InstanceOverride:
         """Return what an instance does differently."""

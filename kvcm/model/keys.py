@@ -1,12 +1,37 @@
-"""Block keys: signed 64-bit numbers, each depending on the whole prefix before its block."""
+"""Block keys: signed 64-bit numbers, each depending on the whole prefix before its block.
+
+Clients choose these numbers, and Python's dictionaries place a number by its value: keys can be chosen that make every
+look-up walk through a whole table. So everything between the calls and the stores works on *mixed* keys: a bijection
+of 64-bit numbers with secrets of this process, as Python itself hashes texts. `mixed` is applied where a key enters
+(a request, a stored row or document, the name of an object) and `unmixed` where it leaves; no mixed key leaves the
+process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from functools import lru_cache
+from struct import Struct
+from typing import Any, Final, NewType
 
-__all__ = ["NO_MASK", "BlockKey", "BlockMask", "block_keys_from_tokens", "key_hex", "keys_hex"]
+import numpy as np
+
+__all__ = [
+    "NO_MASK",
+    "BlockKey",
+    "BlockMask",
+    "block_keys_from_tokens",
+    "key_hex",
+    "keys_hex",
+    "mixed",
+    "mixed_key",
+    "pack_keys",
+    "unmixed",
+    "unmixed_key",
+    "unpack_keys",
+]
 
 BlockKey = NewType("BlockKey", int)
 _InstanceId = NewType("_InstanceId", str)
@@ -45,6 +70,86 @@ def keys_hex(keys: Sequence[int]) -> list[str]:
 def key_hex(key: int) -> str:
     """Return the key as lower-case hex of its unsigned 64-bit value, as in object names (wire.md 8)."""
     return f"{key & _MASK:x}"
+
+
+# Mixing: two rounds of a product with a secret odd number modulo 2^64 and a reversal of the bytes. A product spreads a
+# difference of keys over all higher bits, the reversal brings these to the low end, which dictionaries look at first;
+# the second round leaves no structure of the first. Every step can be undone, so distinct keys stay distinct.
+#
+# Rejected: one round (arithmetic progressions of keys stay such); keys as bytes, which Python hashes with a secret (all
+# that works on numbers would have to change); a keyed hash of each key (must be remembered, to be undone).
+
+_FACTORS: Final = (secrets.randbits(64) | 1, secrets.randbits(64) | 1)
+_INVERSES: Final = tuple(pow(factor, -1, 1 << 64) for factor in _FACTORS)
+_MIX: Final = tuple(np.array(factor, np.uint64) for factor in _FACTORS)
+_UNMIX: Final = tuple(np.array(inverse, np.uint64) for inverse in _INVERSES)
+_FEW: Final = 3  # keys for which plain numbers are faster than an array
+_KEY_BYTES: Final = 8
+_unpack_key: Final = Struct(">q").unpack
+
+
+def mixed(keys: Sequence[int]) -> list[int]:
+    """Return the mixed keys for keys from outside, each of 64 bits with sign."""
+    if len(keys) <= _FEW:
+        return [mixed_key(key) for key in keys]
+    numbers = np.array(keys, np.int64).view(np.uint64)
+    for factor in _MIX:
+        np.multiply(numbers, factor, out=numbers)
+        numbers.byteswap(inplace=True)
+    found: list[int] = numbers.view(np.int64).tolist()
+    return found
+
+
+def unmixed(keys: Sequence[int]) -> list[int]:
+    """Return the keys that `mixed` was given."""
+    if len(keys) <= _FEW:
+        return [unmixed_key(key) for key in keys]
+    found: list[int] = _unmixed(keys).view(np.int64).tolist()
+    return found
+
+
+def _unmixed(keys: Sequence[int]) -> Any:
+    numbers = np.array(keys, np.int64).view(np.uint64)
+    for inverse in reversed(_UNMIX):
+        numbers.byteswap(inplace=True)
+        np.multiply(numbers, inverse, out=numbers)
+    return numbers
+
+
+def mixed_key(key: int) -> int:
+    """Return the mixed key for one key from outside."""
+    first, second = _FACTORS
+    number = int.from_bytes((key * first & _MASK).to_bytes(_KEY_BYTES, "little")) * second & _MASK
+    return int.from_bytes(number.to_bytes(_KEY_BYTES, "little"), signed=True)
+
+
+def unmixed_key(key: int) -> int:
+    """Return the key that `mixed_key` was given."""
+    first, second = _INVERSES
+    number = int.from_bytes((key & _MASK).to_bytes(_KEY_BYTES, "little")) * second & _MASK
+    number = int.from_bytes(number.to_bytes(_KEY_BYTES, "little")) * first & _MASK
+    return number - (1 << 64) if number & _SIGN else number
+
+
+def pack_keys(keys: Sequence[int]) -> Sequence[bytes]:
+    """Return what stores hold for mixed keys: 8 bytes each, big endian, as they were before they were mixed."""
+    if len(keys) <= _FEW:
+        return [unmixed_key(key).to_bytes(_KEY_BYTES, signed=True) for key in keys]
+    return _cut_every_8_bytes(len(keys)).unpack(_unmixed(keys).byteswap().tobytes())
+
+
+def unpack_keys(members: Iterable[bytes]) -> list[int]:
+    """Return the mixed keys that `pack_keys` was given.
+
+    Raises:
+        struct.error: one has not 8 bytes.
+    """
+    return mixed([_unpack_key(member)[0] for member in members])
+
+
+@lru_cache(1024)
+def _cut_every_8_bytes(count: int) -> Struct:
+    return Struct("8s" * count)
 
 
 # Block masks: which positions of a request are left out (wire.md 5.1).

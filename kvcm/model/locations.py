@@ -10,7 +10,7 @@ Named tuples instead of dataclasses: a start and a finish build several per bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -445,9 +445,10 @@ class BlockRun:
         pairs = zip(self.links(), self.locations(), strict=True)
         return [_new_record(BlockRecord, (parent, depth, (location,))) for (parent, depth), location in pairs]
 
-    def links(self) -> Iterator[tuple[int | None, int]]:
+    def links(self) -> list[tuple[int | None, int]]:
         """Return parent and depth of every block."""
-        return zip((self.parent, *self.keys[:-1]), range(self.depth, self.depth + len(self.keys)), strict=True)
+        depths = range(self.depth, self.depth + len(self.keys))
+        return list(zip((self.parent, *self.keys[:-1]), depths, strict=True))
 
 
 # What it takes to delete one location for good.

@@ -60,13 +60,14 @@ class Verb(Enum):
     WRITE = "write"
     REMOVE = "remove"
     PIN = "pin"
+    REPORT = "report"
 
 
-ENGINE_VERBS: Final = (Verb.MATCH, Verb.WRITE, Verb.REMOVE, Verb.PIN)
+ENGINE_VERBS: Final = (Verb.MATCH, Verb.WRITE, Verb.REMOVE, Verb.PIN, Verb.REPORT)
 """What engines can be allowed, in the order of the wire's numbers from 1."""
 _VIEWER: Final = frozenset({Verb.VIEW})
 # What an operator removes can be computed again; what it wrote, everybody would read.
-_OPERATOR: Final = frozenset({Verb.VIEW, Verb.OPERATE, Verb.MATCH, Verb.REMOVE, Verb.PIN})
+_OPERATOR: Final = frozenset({Verb.VIEW, Verb.OPERATE, Verb.MATCH, Verb.REMOVE, Verb.PIN, Verb.REPORT})
 _VERBS: Final[Mapping[Role, frozenset[Verb]]] = {
     Role.ROLE_VIEWER: _VIEWER,
     Role.ROLE_OPERATOR: _OPERATOR,
@@ -240,12 +241,15 @@ class ApiKey:
         name: of the principal.
         role: what it may do.
         groups: where, in order; `ALL_GROUPS` for everywhere.
-        verbs: what an engine may do, as values of `Verb` in order.
+        verbs: what an engine may do, as values of `Verb` in order; without the permission to report, which releases
+            before it had a verb of its own do not know.
         created_at: unix seconds.
         expires_at: unix seconds; 0 = never.
         digest: of its secret, empty for one of a certificate; never printed.
         certificate_name: name in client certificates that stands for a secret, "" for none.
         account: that logged in, "" for none.
+        is_reporter: whether an engine may report corrupt bytes; None in keys of releases before there was that verb,
+            where it goes with the permission to write.
     """
 
     id: str
@@ -258,6 +262,13 @@ class ApiKey:
     digest: bytes
     certificate_name: str = ""
     account: str = ""
+    is_reporter: bool | None = None
+
+    @property
+    def engine_verbs(self) -> tuple[Verb, ...]:
+        """All that an engine may do, in the order of the wire's numbers."""
+        reports = Verb.WRITE in self.verbs if self.is_reporter is None else self.is_reporter
+        return (*self.verbs, Verb.REPORT) if reports else self.verbs
 
     def is_expired(self, now: float) -> bool:
         """Return whether it has ended."""
@@ -269,7 +280,7 @@ class ApiKey:
 
     def principal(self) -> Principal:
         """Return its principal."""
-        verbs, groups = frozenset(self.verbs), frozenset(self.groups)
+        verbs, groups = frozenset(self.engine_verbs), frozenset(self.groups)
         return Principal.of(
             name=self.name, role=self.role, verbs=verbs, groups=groups, key_id=self.id, account=self.account
         )

@@ -12,7 +12,7 @@ from kvcm.optimizer.errors import OptionError
 
 __all__ = ["DEFAULT_CAPACITIES", "POLICY_NAMES", "PolicySpec", "parse_capacities", "parse_policies", "parse_policy"]
 
-POLICY_NAMES = ("lru", "leaf_lru", "belady", "lfu", "fifo", "sieve", "s3fifo", "ttl", "random_lru")
+POLICY_NAMES = ("lru", "leaf_lru", "belady", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo", "ttl", "random_lru")
 
 
 @dataclass(frozen=True, slots=True)

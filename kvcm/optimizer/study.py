@@ -15,6 +15,7 @@ import numpy as np
 from kvcm.optimizer.curves import CURVES, MOST_RATE, MOST_REPEATS, SampledCurve, sampled_curves
 from kvcm.optimizer.errors import OptimizerError, OptionError, TraceError
 from kvcm.optimizer.groups import replay_group
+from kvcm.optimizer.live.traces import replay_all_in_manager
 from kvcm.optimizer.locality import Locality, PrefixTree, locality_of, valuable_prefixes
 from kvcm.optimizer.options import DEFAULT_CAPACITIES, PolicySpec, parse_capacities, parse_policies, parse_policy
 from kvcm.optimizer.pooling import Engines, PoolingStudy, compare_pooling
@@ -63,6 +64,7 @@ __all__ = [
     "Services",
     "Splits",
     "Study",
+    "StudyMode",
     "StudyOptions",
     "Tiering",
     "display_name",
@@ -76,6 +78,9 @@ __all__ = [
 ]
 
 # Options of a study.
+
+StudyMode = Mode | Literal["manager"]
+"""How a cache is held to its capacity: as in `Mode`, or as a manager does it (`kvcm.optimizer.live.traces`)."""
 
 _DEFAULT_POLICIES = "lru,leaf_lru,belady,lfu,fifo,sieve,s3fifo"
 _ENDINGS = re.compile(r"(?<!^)(\.(jsonl?|ndjson|log|txt|gz))+$")
@@ -100,7 +105,7 @@ class StudyOptions:
 
     policies: tuple[PolicySpec, ...] = field(default_factory=lambda: parse_policies(_DEFAULT_POLICIES))
     capacities: str = DEFAULT_CAPACITIES
-    mode: Mode = "block"
+    mode: StudyMode = "block"
     workers: int | None = None
     deployment: Deployment = PRESETS["deepseek_v3"]
     deployment_name: str = "deepseek_v3"
@@ -184,6 +189,11 @@ def _grouped_rows(
     Raises:
         OptionError: a policy cannot be replayed like this.
     """
+    if options.mode == "manager":
+        raise OptionError(
+            f"--mode is 'manager' and {trace.name} has requests with query modes, masks or location specs; allowed: "
+            "block, request"
+        )
     is_default = ",".join(spec.label for spec in options.policies) == _DEFAULT_POLICIES
     policies = [spec for spec in options.policies if not (is_default and spec.name == BOUND)]
     jobs = list(product(policies, capacities))
@@ -242,14 +252,23 @@ def rows_of(
         OptionError: a policy cannot be replayed on this trace.
     """
     replayed = [spec for spec in options.policies if spec.label not in curves]
-    jobs = [Job(spec, capacity, options.mode, keep_requests) for spec in replayed for capacity in capacities]
-    done = replay_all(
-        trace, jobs, workers=options.workers, progress=lambda done, total: progress("replays", done, total)
-    )
+    jobs = [Job(spec, capacity, _mode_of(options), keep_requests) for spec in replayed for capacity in capacities]
+    done = _replay_all(trace, jobs, options, lambda done, total: progress("replays", done, total))
     by_label = {curve.policy: [curve.at(capacity) for capacity in capacities] for curve in curves.values()}
     for place, spec in enumerate(replayed):
         by_label[spec.label] = done[place * len(capacities) : (place + 1) * len(capacities)]
     return tuple(replay for spec in options.policies for replay in by_label[spec.label])
+
+
+def _mode_of(options: StudyOptions) -> Mode:
+    return "request" if options.mode == "manager" else options.mode  # as the policies that no manager has
+
+
+def _replay_all(
+    trace: Trace, jobs: Sequence[Job], options: StudyOptions, progress: Callable[[int, int], None] | None = None
+) -> list[Replay]:
+    replay_jobs = replay_all_in_manager if options.mode == "manager" else replay_all
+    return replay_jobs(trace, jobs, workers=options.workers, progress=progress)
 
 
 # Policies at capacities, estimated from samples of a trace instead of replayed.
@@ -559,8 +578,8 @@ def _hits_of(
 
 def _replayed(trace: Trace, options: StudyOptions, label: str) -> list[Replay]:
     capacities = parse_capacities(options.capacities, trace.unique_blocks)
-    jobs = [Job(parse_policy(label), capacity, options.mode, keep_requests=True) for capacity in capacities]
-    return replay_all(trace, jobs, workers=options.workers)
+    jobs = [Job(parse_policy(label), capacity, _mode_of(options), keep_requests=True) for capacity in capacities]
+    return _replay_all(trace, jobs, options)
 
 
 def services_of(named: Mapping[str, Returns]) -> Services:
@@ -695,9 +714,9 @@ def _over_time(trace: Trace, options: StudyOptions, recommendation: Recommendati
     most = max(1, trace.unique_blocks)
     asked = [recommendation.capacity_blocks] if recommendation and recommendation.pays else []
     capacities = [each for each in dict.fromkeys([*asked, max(1, most // 10)]) if each < most]
-    jobs = [Job(policy, each, options.mode, keep_requests=True) for each in capacities]
-    jobs.append(Job(parse_policy("lru"), most, options.mode, keep_requests=True))
-    return tuple(replay_all(trace, jobs, workers=options.workers))
+    jobs = [Job(policy, each, _mode_of(options), keep_requests=True) for each in capacities]
+    jobs.append(Job(parse_policy("lru"), most, _mode_of(options), keep_requests=True))
+    return tuple(_replay_all(trace, jobs, options))
 
 
 def _sensitivity_of(

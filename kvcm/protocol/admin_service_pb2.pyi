@@ -307,7 +307,7 @@ class ListStorageResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage: _Optional[_Iterable[_Union[StorageConfig, _Mapping]]] = ..., storage_status: _Optional[_Iterable[_Union[StorageStatus, _Mapping]]] = ...) -> None: ...
 
 class StorageStatus(_message.Message):
-    __slots__ = ("storage_unique_name", "is_enabled", "health", "reason", "since_ms", "probe_seconds", "failed_probes", "medium_bytes", "medium_free_bytes", "is_draining")
+    __slots__ = ("storage_unique_name", "is_enabled", "health", "reason", "since_ms", "probe_seconds", "failed_probes", "medium_bytes", "medium_free_bytes", "is_draining", "is_full")
     STORAGE_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
     IS_ENABLED_FIELD_NUMBER: _ClassVar[int]
     HEALTH_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +318,7 @@ class StorageStatus(_message.Message):
     MEDIUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     MEDIUM_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    IS_FULL_FIELD_NUMBER: _ClassVar[int]
     storage_unique_name: str
     is_enabled: bool
     health: StorageHealth
@@ -328,7 +329,8 @@ class StorageStatus(_message.Message):
     medium_bytes: int
     medium_free_bytes: int
     is_draining: bool
-    def __init__(self, storage_unique_name: _Optional[str] = ..., is_enabled: _Optional[bool] = ..., health: _Optional[_Union[StorageHealth, str]] = ..., reason: _Optional[str] = ..., since_ms: _Optional[int] = ..., probe_seconds: _Optional[float] = ..., failed_probes: _Optional[int] = ..., medium_bytes: _Optional[int] = ..., medium_free_bytes: _Optional[int] = ..., is_draining: _Optional[bool] = ...) -> None: ...
+    is_full: bool
+    def __init__(self, storage_unique_name: _Optional[str] = ..., is_enabled: _Optional[bool] = ..., health: _Optional[_Union[StorageHealth, str]] = ..., reason: _Optional[str] = ..., since_ms: _Optional[int] = ..., probe_seconds: _Optional[float] = ..., failed_probes: _Optional[int] = ..., medium_bytes: _Optional[int] = ..., medium_free_bytes: _Optional[int] = ..., is_draining: _Optional[bool] = ..., is_full: _Optional[bool] = ...) -> None: ...
 
 class TriggerStrategy(_message.Message):
     __slots__ = ("used_size", "used_percentage", "hysteresis")

@@ -518,9 +518,10 @@ class LiveOrder:
 # The leader does not see every change, and 10⁸ blocks do not fit its memory. The store keeps the blocks in the order
 # of their last reads (of their writes, where the policy orders by write), so a window of the coldest of them is
 # fetched and put into the same policies as in the live order, by the access that the store keeps of each. For lru,
-# leaf_lru, ttl and fifo that is exact to the second. lfu also takes a random sample, since blocks that were read rarely
-# may have been read lately. sieve and s3fifo become second chances: a block that was read and is
-# passed over goes back to the hot end with its reads used up.
+# leaf_lru, ttl and fifo that is exact to the second. lfu also takes a random sample, since blocks that were read
+# rarely may have been read lately; so does lfu_aging, which is lfu here: what a block was allowed is not stored.
+# sieve and s3fifo become second chances: a block that was read and is passed over goes back to the hot end with its
+# reads used up.
 
 _TIMES = 4  # candidates per victim: some are pinned, being deleted, or of another storage
 _TIMES_SAMPLED = 16
@@ -580,7 +581,7 @@ class WindowOrder:
     def _samples(self) -> bool:
         names = {self.plan.policy.name, *(each.policy.name for each in self.plan.classes)}
         by_write = {self.plan.policy.orders_by_write, *(each.policy.orders_by_write for each in self.plan.classes)}
-        return "lfu" in names or len(by_write) > 1
+        return not names.isdisjoint({"lfu", "lfu_aging"}) or len(by_write) > 1
 
     async def _records(self, accesses: Mapping[int, Access]) -> dict[int, BlockRecord]:
         keys = list(accesses)
@@ -755,7 +756,7 @@ class _OuterLimits(NamedTuple):
     """Limits above the groups, as far as they decide whether a group has watermarks.
 
     Attributes:
-        are_storages_limited: whether any storage is.
+        are_storages_limited: whether any storage is, by its capacity or since its medium is full.
         quota_names: of the global quotas.
     """
 
@@ -764,7 +765,7 @@ class _OuterLimits(NamedTuple):
 
     @classmethod
     def of(cls, limits: Limits) -> _OuterLimits:
-        is_limited = any(storage.limit_bytes for storage in limits.storages)
+        is_limited = bool(limits.media) or any(storage.limit_bytes for storage in limits.storages)
         return cls(is_limited, frozenset(quota.name for quota in limits.quotas))
 
     def gives_marks(self, group: InstanceGroup) -> bool:

@@ -163,6 +163,7 @@ class Reason(Enum):
 
     TYPE = "type"
     STORAGE = "storage"
+    MEDIUM = "medium"
     KEYS = "keys"
     SIZE = "size"
     GROUP = "group"
@@ -171,11 +172,16 @@ class Reason(Enum):
 
 
 class Limits(NamedTuple):
-    """The limits above the groups, and all groups."""
+    """The limits above the groups, and all groups.
+
+    Attributes:
+        media: by storage whose medium is full, the bytes that may remain on it.
+    """
 
     storages: Sequence[StorageConfig]
     quotas: Sequence[GlobalQuota]
     groups: Sequence[InstanceGroup] = ()
+    media: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +265,8 @@ class _NeedFinder:
         for storage in self._limits.storages:
             if storage.limit_bytes:
                 yield from self._of_storage(storage)
+            if storage.global_unique_name in self._limits.media:
+                yield from self._of_medium(storage)
         for held in self._groups:
             yield from self._of_keys(held)
             yield from self._of_group(held)
@@ -292,15 +300,23 @@ class _NeedFinder:
                 )
 
     def _of_storage(self, storage: StorageConfig) -> Iterator[ReclaimNeed]:
+        mark = storage_watermark(storage, self._allowed_on.get(storage.global_unique_name, 0))
+        yield from self._on(storage, Reason.STORAGE, mark)
+
+    def _of_medium(self, storage: StorageConfig) -> Iterator[ReclaimNeed]:
+        most = self._limits.media[storage.global_unique_name]
+        yield from self._on(storage, Reason.MEDIUM, Watermark(most, most, most))
+
+    def _on(self, storage: StorageConfig, reason: Reason, mark: Watermark | None) -> Iterator[ReclaimNeed]:
         name = storage.global_unique_name
         users = [(held, used) for held in self._on_storage.get(name, ()) if (used := held.by_storage[name])]
-        mark = storage_watermark(storage, self._allowed_on.get(name, 0))
         guarantees = {each.name: each.guaranteed_on(storage) for each in self._guarantors.get(name, {}).values()}
+        if reason is Reason.MEDIUM:  # space that is guaranteed and unused is not there
+            by_group = {held.group.name: used for held, used in users}
+            guarantees = {group: min(size, by_group.get(group, 0)) for group, size in guarantees.items()}
         wanted = partial(_is_on, name)
         yield from self._fair_needs(
-            _SharedWatermark(
-                reason=Reason.STORAGE, name=name, mark=mark, users=users, wanted=wanted, guarantees=guarantees
-            )
+            _SharedWatermark(reason=reason, name=name, mark=mark, users=users, wanted=wanted, guarantees=guarantees)
         )
 
     def _of_quota(self, quota: GlobalQuota) -> Iterator[ReclaimNeed]:

@@ -20,6 +20,7 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
+import msgspec
 import structlog
 
 from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
@@ -30,6 +31,7 @@ from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, Location
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.eviction_order import TRIGGER_SECONDS, EvictionOrders, Order, OrderPlan, WindowOrder, WindowScan
+from kvcm.reclaim.media import HeldBytes, MediaPressure
 from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, UsageReader, needs
 from kvcm.reclaim.victims import (
     Chains,
@@ -277,8 +279,12 @@ class ReclaimStats:
 # How a follower wakes the leader's reclaimer: over a document of the shared store. Any manager may serve the write that
 # crosses a watermark, and the leader evicts. A follower changes the document; the leader polls the version of the table
 # twenty times a second, which costs the store next to nothing, and starts a round when it changed.
+#
+# A second document counts by storage the allocations that followers saw refused for lack of space. The leader's own
+# probes may find space there: in a pool that is fragmented, for example.
 
 _DOCUMENT = "wake"
+_FULL_DOCUMENT = "full"
 _SECONDS = 0.05
 
 
@@ -289,12 +295,22 @@ class WakeBroadcast:
         table: for this purpose alone.
         wake: wakes the reclaimer of this manager.
         is_leader: whether that is the one that evicts.
+        on_full: called by the leader with a storage that another manager found full.
     """
 
-    def __init__(self, table: Table, wake: Callable[[], None], is_leader: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        table: Table,
+        wake: Callable[[], None],
+        is_leader: Callable[[], bool],
+        on_full: Callable[[str], None] = lambda _storage: None,
+    ) -> None:
         self._table = table
         self._wake = wake
         self._is_leader = is_leader
+        self._on_full = on_full
+        self._full: set[str] = set()
+        self._full_counts: Mapping[str, int] | None = None
         self._is_requested = False
         self._version: int | None = None
 
@@ -303,6 +319,14 @@ class WakeBroadcast:
         if self._is_leader():
             self._wake()
         else:
+            self._is_requested = True
+
+    def request_eviction(self, storage: str) -> None:
+        """Request that blocks leave a storage that refused an allocation for lack of space. Never waits."""
+        if self._is_leader():
+            self._wake()
+        else:
+            self._full.add(storage)
             self._is_requested = True
 
     async def run(self) -> None:
@@ -320,13 +344,41 @@ class WakeBroadcast:
         if self._is_leader():
             version = await self._table.version()
             if self._is_requested or version != self._version:
+                await self._receive_full()
                 self._is_requested, self._version = False, version
                 self._wake()
         elif self._is_requested:
             known = await self._table.get(_DOCUMENT)
             next_value = (int.from_bytes(known or b"") + 1) % (1 << 64)
             await self._table.replace(_DOCUMENT, known, next_value.to_bytes(8))
-            self._is_requested = False  # if another manager was faster, its change counts for both
+            await self._send_full()  # behind: a store that is full takes no new document
+            self._is_requested = bool(self._full)  # if another manager was faster, its change counts for both
+
+    async def _receive_full(self) -> None:
+        """Pass on the storages whose count grew; at first those that were counted before are old."""
+        counts = _decode_counts(await self._table.get(_FULL_DOCUMENT))
+        known = counts if self._full_counts is None else self._full_counts
+        self._full_counts = counts
+        for storage, count in counts.items():
+            if count != known.get(storage, 0):
+                self._on_full(storage)
+
+    async def _send_full(self) -> None:
+        """Count the storages; if another manager was faster, again with the next exchange."""
+        sent = frozenset(self._full)
+        known = await self._table.get(_FULL_DOCUMENT) if sent else None
+        counts = _decode_counts(known)
+        if sent and await self._table.replace(
+            _FULL_DOCUMENT, known, msgspec.json.encode(counts | {name: counts.get(name, 0) + 1 for name in sent})
+        ):
+            self._full -= sent
+
+
+def _decode_counts(document: bytes | None) -> dict[str, int]:
+    try:
+        return msgspec.json.decode(document, type=dict[str, int]) if document else {}
+    except msgspec.DecodeError:
+        return {}
 
 
 _STEP_SECONDS = 0.1  # between rounds of a group that a step limit holds back
@@ -336,6 +388,7 @@ _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
 _ROUND_SECONDS = 1.0  # then a new round begins, with the current instances, ages and settings
 _AGES_PER_BATCH = 16  # of evicted blocks
+_NO_LIMIT = 1 << 62  # of a medium that is not measured yet
 _log = structlog.get_logger("kvcm.reclaim")
 
 
@@ -350,6 +403,7 @@ class Reclaimer:
         on_evicted: receives a record of all marked blocks.
         random: draws samples of shared indexes.
         turns: lets one slice of background work run at a time; deletions should share it.
+        media: limits what remains on storages that are full.
     """
 
     def __init__(
@@ -361,10 +415,13 @@ class Reclaimer:
         on_evicted: Callable[[EvictionRecord], None] = lambda _evicted: None,
         random: Random | None = None,
         turns: Pacer | None = None,
+        media: MediaPressure | None = None,
     ) -> None:
         self._indexes = indexes
         self._find_group = find_group
-        self._limits = limits
+        self._configured_limits = limits
+        self._media = media
+        self._media_limits: Mapping[str, int] = {}
         self._clock = clock
         self._on_evicted = on_evicted
         self._random = random if random is not None else Random()  # noqa: S311 - a sample, no secret
@@ -447,6 +504,7 @@ class Reclaimer:
         """
         self.stats.round_count += 1
         self.stats.unmet.clear()
+        self._find_full_media()
         self.update_orders()
         self._marked_bytes.clear()
         for scan in self._windows.values():
@@ -455,7 +513,34 @@ class Reclaimer:
         if not is_hasty:
             self._hopeless.clear()
         await self._refresh()
+        self._limit_full_media()
         return await self._expire() + await self._serve_needs()
+
+    def _limits(self) -> Limits:
+        return self._configured_limits()._replace(media=self._media_limits)
+
+    def _find_full_media(self) -> None:
+        """Find the full storages: then every instance has an order, and is measured."""
+        if self._media is not None:
+            full = self._media.full(self._configured_limits().storages)
+            self._media_limits = {name: self._media_limits.get(name, _NO_LIMIT) for name in full}
+
+    def _limit_full_media(self) -> None:
+        if self._media is not None:
+            held = self._held_bytes() if self._media_limits else {}
+            self._media_limits = self._media.limits(self._media_limits, held)
+
+    def _held_bytes(self) -> dict[str, HeldBytes]:
+        """Return what lies on each storage."""
+        remaining: Counter[str] = Counter()
+        deleting: Counter[str] = Counter()
+        for holding in self._holdings():
+            for place, size in holding.remaining.items():
+                remaining[place.storage] += size
+        for handle in self._indexes():
+            for place, size in handle.meta_index.deleting_bytes.items():
+                deleting[place.storage] += size
+        return {name: HeldBytes(remaining[name], deleting[name]) for name in remaining.keys() | deleting.keys()}
 
     async def _refresh(self) -> None:
         """Read the usage of shared indexes."""

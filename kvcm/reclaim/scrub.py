@@ -27,6 +27,7 @@ import structlog
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, decode_chunk
 from kvcm.model.uri import path_component
 from kvcm.reclaim.background import StorageProvider
@@ -270,7 +271,8 @@ def _objects_of(key: int, record: BlockRecord) -> Iterator[str]:
                 try:
                     yield object_name(spec.uri)
                 except InvalidArgumentError as error:
-                    raise StorageIOError(f"block {key} cannot be read: {error}: run `kvcm index verify`") from error
+                    block = unmixed_key(key)
+                    raise StorageIOError(f"block {block} cannot be read: {error}: run `kvcm index verify`") from error
 
 
 # Leaked pool memory: a manager that dies between the allocation and the storing of the blocks leaves it allocated, and

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -49,6 +49,7 @@ class StorageVerification:
         garbage: goes through all blocks.
         clock: time source.
         is_leader: whether this manager verifies.
+        on_lost: called with a storage and the number of its blocks whose bytes a verification did not find.
     """
 
     storages: StorageDirectory
@@ -56,6 +57,7 @@ class StorageVerification:
     garbage: GarbageCollector
     clock: Clock
     is_leader: Callable[[], bool]
+    on_lost: Callable[[str, int], Awaitable[None]] | None = None
     _reasons: dict[str, str] = field(default_factory=dict)
     _ended: int = 0  # verifications
 
@@ -111,6 +113,12 @@ class StorageVerification:
                 self._hide(name, "a server of the store is not known to have what its packed files need")
                 self.storages.doubts += 1
 
+    def doubt(self, reason: str) -> None:
+        """Hide all storages until they are compared again: the store lost changes."""
+        for name in self.storages.path_storages():
+            self._hide(name, f"the metadata store lost changes: {reason}")
+        self.storages.doubts += 1
+
     def _hide(self, name: str, reason: str) -> None:
         if self._reasons.get(name) != reason:
             _log.warning("storage_unverified", storage=name, reason=reason)
@@ -145,6 +153,8 @@ class StorageVerification:
         if not await storage.witness.deletions_ended(_SETTLE_SECONDS):
             raise NotReadyError("deletions are in flight, which may be of metadata that was rolled back")
         report = await self.garbage.verify_slots(name, storage, is_current)
+        if report.lost and self.on_lost is not None:
+            await self.on_lost(name, report.lost)
         await storage.advance_witness(DeletionNumbers(self.store))
         self._ended += 1
         if not is_current():  # the numbers may be those of a server that took over just now

@@ -153,16 +153,18 @@ class KeyRegistry:
         wanted.check()
         groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
         verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
+        without_report = tuple(verb for verb in verbs if verb is not Verb.REPORT)
         now = self._clock.now()
         key = ApiKey(
             "",
             name=wanted.name,
             role=wanted.role,
             groups=groups,
-            verbs=verbs,
+            verbs=without_report,
             created_at=now,
             expires_at=_end(now, wanted.ttl_seconds),
             digest=b"",
+            is_reporter=Verb.REPORT in verbs,
         )
         made, presented = self._fresh_like(replace(key, certificate_name=wanted.certificate_name))
         while not await self._try_add(made):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -22,6 +23,7 @@ import msgspec
 import structlog
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
+from kvcm.model.groups import EvictionPolicy, InstanceGroup, ReclaimPolicy
 from kvcm.model.principals import Account
 from kvcm.model.storages import (
     DummyStorageSpec,
@@ -38,9 +40,10 @@ from kvcm.store.store import Replacement, Table
 __all__ = ["ChangeListener", "DocumentBatch", "DocumentCache", "Flush", "decode_document", "encode_document"]
 
 _VERSION = 1  # grows with every change that an older release could not read or would lose
-# Of a storage that is drained or removed, which an older release would take for any other, and of an account without a
-# password, which it could not read.
+# Of a storage that is drained or removed, which an older release would take for any other, of an account without a
+# password, which it could not read, and of a group with `lfu` or `lfu_aging`: older releases called that one `lfu`.
 _VERSION_OF_SPECIAL = 2
+_KINDS_WITH_SPECIAL = (StorageConfig, Account, InstanceGroup)
 Value = TypeVar("Value")
 _SPECS: dict[str, type[Any]] = {
     spec.__name__: spec
@@ -96,13 +99,15 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
     """
     try:
         outer = msgspec.json.decode(document, type=_Document)
-        known = {_VERSION, _VERSION_OF_SPECIAL} if kind in (StorageConfig, Account) else {_VERSION}
+        known = {_VERSION, _VERSION_OF_SPECIAL} if kind in _KINDS_WITH_SPECIAL else {_VERSION}
         if outer.version not in known:
             raise StorageIOError(
                 f"document of version {outer.version}, this release reads version {max(known)}: "
                 "it was written by another release, run that one"
             )
         value: Any = _storage(outer.value) if kind is StorageConfig else msgspec.json.decode(outer.value, type=kind)
+        if kind is InstanceGroup and outer.version == _VERSION:
+            value = _renamed_lfu(value)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StorageIOError(f"document is damaged: {error}") from error
     else:
@@ -113,7 +118,33 @@ def decode_document(kind: type[Value], document: bytes) -> Value:
 def _version_of(value: object) -> int:
     is_leaving = isinstance(value, StorageConfig) and (value.is_draining or value.is_removed)
     is_locked = isinstance(value, Account) and value.password is None
-    return _VERSION_OF_SPECIAL if is_leaving or is_locked else _VERSION
+    counts_reads = isinstance(value, InstanceGroup) and not _LFU.isdisjoint(value.policy_names)
+    return _VERSION_OF_SPECIAL if is_leaving or is_locked or counts_reads else _VERSION
+
+
+_LFU = {"lfu", "lfu_aging"}
+
+
+def _renamed_lfu(group: InstanceGroup) -> InstanceGroup:
+    """Return a group of a release in which `lfu` and POLICY_LFU aged, under the name that says so: it goes on evicting
+    as it did."""
+    if "lfu" not in group.policy_names:
+        return group
+
+    def renamed(policy: EvictionPolicy) -> EvictionPolicy:
+        return replace(policy, name="lfu_aging") if policy.name == "lfu" else policy
+
+    strategy = group.cache_config.reclaim_strategy
+    in_force = strategy.policy
+    if strategy.reclaim_policy is ReclaimPolicy.POLICY_LFU and not in_force.name:
+        in_force = replace(in_force, name="lfu")
+    strategy = replace(
+        strategy,
+        policy=renamed(in_force),
+        prefix_classes=tuple(replace(each, policy=renamed(each.policy)) for each in strategy.prefix_classes),
+        instance_overrides=tuple(replace(each, policy=renamed(each.policy)) for each in strategy.instance_overrides),
+    )
+    return replace(group, cache_config=replace(group.cache_config, reclaim_strategy=strategy))
 
 
 def _storage_document(config: StorageConfig) -> _Storage:

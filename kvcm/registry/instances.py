@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, UnknownInstanceError
@@ -14,7 +14,14 @@ from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.secrets import restored
 from kvcm.registry.validation import check_instance
 
-__all__ = ["BatchRegistration", "InstanceRegistry", "ReservedInstances", "same_registration", "with_sorted_groups"]
+__all__ = [
+    "BatchRegistration",
+    "InstanceRegistry",
+    "ReservedInstances",
+    "Uids",
+    "same_registration",
+    "with_sorted_groups",
+]
 
 # The instance limit of a group (`max_instance_count`), exact however many managers register at once.
 #
@@ -151,8 +158,59 @@ class _InstanceLimit:
 
 
 _DEFAULT_SHARDS = 16
-_FIRST_UID = 1
-"""Number of the first registration of a deployment."""
+
+
+# Numbers of registrations.
+#
+# They are drawn, not counted. A counter lies in the store, and a store that went back in time (an old dump, a failover
+# to a replica that lagged, a damaged log) would give a number twice: managers that remember the first registration
+# would answer the second one's readers with the first one's blocks. So would a counter that is lost in a repair. A
+# number that was drawn does not come again, whatever the store forgets.
+#
+# Earlier releases counted from 1. Numbers of theirs stay, and drawn ones lie above any that they come to.
+
+_LARGEST_IN_ROWS = (1 << 32) - 1
+_LARGEST_IN_NAMES = (1 << 63) - 1
+
+
+class Uids:
+    """Draws uids.
+
+    Args:
+        registrations: by instance id.
+        removals: removals that are not done yet, by uid.
+        store_kind: the metadata store: the rows of a RocksDB have space for 32 bits, the key names of a Redis for 63.
+        draw: returns a random number from 0 up to below another.
+    """
+
+    def __init__(
+        self,
+        registrations: DocumentCache[Registration],
+        removals: DocumentCache[Removal],
+        store_kind: str,
+        draw: Callable[[int], int],
+    ) -> None:
+        self._registrations = registrations
+        self._removals = removals
+        self._store_kind = store_kind
+        self._draw = draw
+
+    def copy(self) -> Uids:
+        """Return a copy that decides by the current view."""
+        return Uids(self._registrations.copy(), self._removals.copy(), self._store_kind, self._draw)
+
+    def new(self, count: int) -> list[int]:
+        """Return so many uids, which no registration and no removal has."""
+        least, largest = (1 << 24, _LARGEST_IN_ROWS)
+        if self._store_kind == "redis":
+            least, largest = (_LARGEST_IN_ROWS + 1, _LARGEST_IN_NAMES)
+        taken = {each.placement.uid for each in (*self._registrations.all(), *self._removals.all())}
+        found: dict[int, None] = {}
+        while len(found) < count:
+            uid = least + self._draw(largest - least + 1)
+            if uid not in taken:
+                found[uid] = None
+        return list(found)
 
 
 class InstanceRegistry:
@@ -161,7 +219,7 @@ class InstanceRegistry:
     Args:
         cache: where registrations are kept, by instance id.
         removals: where removals are kept that are not done yet, by uid.
-        numbers: holds the next uid.
+        uids: draws those of new registrations.
         reservations: which instances count towards a group's limit, by group.
         groups: the groups that instances belong to.
         flush: returns when all changes are durable.
@@ -174,7 +232,7 @@ class InstanceRegistry:
         self,
         cache: DocumentCache[Registration],
         removals: DocumentCache[Removal],
-        numbers: DocumentCache[int],
+        uids: Uids,
         reservations: DocumentCache[ReservedInstances],
         groups: GroupRegistry,
         flush: Flush,
@@ -182,7 +240,7 @@ class InstanceRegistry:
         self._cache = cache
         self.by_id = cache.values
         self._removals = removals
-        self._numbers = numbers
+        self._uids = uids
         self._limit = _InstanceLimit(reservations, cache, removals)
         self._groups = groups
         self._flush = flush
@@ -210,9 +268,9 @@ class InstanceRegistry:
 
     async def _add(self, instance: Instance) -> Instance:
         group = await self._groups.read(instance.instance_group_name)
+        (uid,) = self._uids.new(1)
         new = Registration(
-            replace(instance, quota_group_name=group.global_quota_group_name),
-            Placement(await self._next_uid(), _shard_count_in(group)),
+            replace(instance, quota_group_name=group.global_quota_group_name), Placement(uid, _shard_count_in(group))
         )
         if not await self._limit.try_reserve(group, new):
             known = self._cache.get(instance.instance_id)  # another manager's half-done registration was completed
@@ -237,11 +295,6 @@ class InstanceRegistry:
                 f"instance {instance_id!r} was removed while it was being registered: register it again"
             )
         return stored
-
-    async def _next_uid(self) -> int:
-        next_uid = await self._numbers.change("next_uid", lambda uid: (uid or _FIRST_UID) + 1)
-        assert next_uid is not None
-        return next_uid - 1
 
     async def remove(self, instance_id: str, uid: int | None = None) -> Instance:
         """Remove an instance and return it. Its removal is recorded first, until `forget_removal`.
@@ -269,7 +322,7 @@ class InstanceRegistry:
         return known.instance
 
     def removals(self) -> list[Removal]:
-        """Return the removals whose instance is forgotten and whose blocks may not all be deleted, the oldest first."""
+        """Return the removals whose instance is forgotten and whose blocks may not all be deleted, by uid."""
         removals = self._removals.all()
         if not removals:  # nearly always, and duties ask all the time
             return []
@@ -366,10 +419,8 @@ def _excerpt(value: object) -> str:
     return text if len(text) <= _EXCERPT_CHARACTERS else text[:_EXCERPT_CHARACTERS] + "…"
 
 
-# Batch registration: uids, reservations and registrations change together, so no step lies in between. A register call
-# at the same time sees the next uid or the reservations of its group changed, or makes the batch start again.
-
-_NEXT_UID = "next_uid"
+# Batch registration: reservations and registrations change together, so no step lies in between. A register call at the
+# same time sees the reservations of its group changed, or makes the batch start again.
 
 
 class BatchRegistration:
@@ -378,7 +429,7 @@ class BatchRegistration:
     Args:
         registrations: by instance id.
         removals: removals that are not done yet, by uid.
-        numbers: holds the next uid.
+        uids: draws those of new registrations.
         reservations: which instances count towards a group's limit, by group.
     """
 
@@ -386,19 +437,19 @@ class BatchRegistration:
         self,
         registrations: DocumentCache[Registration],
         removals: DocumentCache[Removal],
-        numbers: DocumentCache[int],
+        uids: Uids,
         reservations: DocumentCache[ReservedInstances],
     ) -> None:
         self._registrations = registrations
         self._removals = removals
-        self._numbers = numbers
+        self._uids = uids
         self._reservations = reservations
         self._limit = _InstanceLimit(reservations, registrations, removals)
 
     def copy(self) -> BatchRegistration:
         """Return a copy that decides by the current view."""
         return BatchRegistration(
-            self._registrations.copy(), self._removals, self._numbers.copy(), self._reservations.copy()
+            self._registrations.copy(), self._removals, self._uids.copy(), self._reservations.copy()
         )
 
     async def refresh(self, instances: Iterable[Instance]) -> None:
@@ -408,8 +459,6 @@ class BatchRegistration:
             StorageIOError: the store cannot be asked.
         """
         new = [each for each in instances if self._registrations.get(each.instance_id) is None]
-        if new:
-            await self._numbers.read(_NEXT_UID)
         for group_name in sorted({each.instance_group_name for each in new}):
             await self._reservations.read(group_name)
 
@@ -424,18 +473,15 @@ class BatchRegistration:
         Raises:
             CapacityError: a group would have more than its max_instance_count.
         """
-        first = self._numbers.get(_NEXT_UID) or _FIRST_UID
         by_group: defaultdict[str, list[Registration]] = defaultdict(list)
-        for uid, instance in enumerate(new, first):
+        instances = list(new)
+        for uid, instance in zip(self._uids.new(len(instances)), instances, strict=True):
             group = groups.get(instance.instance_group_name)
             registration = Registration(instance, Placement(uid, _shard_count_in(group)))
             batch.stage(self._registrations, instance.instance_id, registration)
             by_group[instance.instance_group_name].append(registration)
         for group_name, registrations in by_group.items():
             self._stage_reservations(batch, group_name, registrations, groups.get(group_name))
-        count = sum(map(len, by_group.values()))
-        if count:
-            batch.stage(self._numbers, _NEXT_UID, first + count)
 
     def _stage_reservations(
         self, batch: DocumentBatch, group_name: str, new: list[Registration], group: InstanceGroup | None

@@ -255,12 +255,12 @@ class Leadership:
         self._seen, self._seen_until = state, begin + self._lease_seconds
 
     def _record_state(self, state: LeaseState, begin: float) -> None:
-        was_leader = self.is_leader
+        was_leader, before = self.is_leader, self.token
         holds = state.holder == self.node_id
         self._expires = begin + self._term_seconds if holds else 0.0
         self.token = state.token if holds else 0
         self._seen, self._seen_until = state, begin + self._lease_seconds
-        self.terms += self.is_leader and not was_leader
+        self.terms += self.is_leader and (not was_leader or self.token != before)
         if was_leader is not self.is_leader:
             _log.info("leads" if self.is_leader else "leads_no_more", leader=state.holder, token=state.token)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from kvcm.registry.api_keys import ImportedKeys, KeyDocuments, KeyRegistry, KeyU
 from kvcm.registry.config_snapshots import ConfigDocuments, ConfigSnapshots
 from kvcm.registry.document_cache import ChangeListener, DocumentCache, Flush
 from kvcm.registry.groups import GroupRegistry, QuotaRegistry
-from kvcm.registry.instances import BatchRegistration, InstanceRegistry, ReservedInstances
+from kvcm.registry.instances import BatchRegistration, InstanceRegistry, ReservedInstances, Uids
 from kvcm.registry.storages import StorageOpener, StorageRegistry
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
@@ -116,6 +118,7 @@ class Registry:
         clock: time source.
         uses: table of when keys were used; a table of its own, for it changes all the time.
         listener: receives every change that is made here.
+        draw: returns a random number from 0 up to below another, for uids.
     """
 
     def __init__(
@@ -127,10 +130,12 @@ class Registry:
         clock: Clock | None = None,
         uses: Table | None = None,
         listener: ChangeListener | None = None,
+        draw: Callable[[int], int] = secrets.randbelow,
     ) -> None:
         self._table: Table = table if table is not None else MemoryTable()
         self._flush = flush
         self._version: int | None = None
+        self._view = -1  # generations of the caches when all of them were read
         self._refreshing = asyncio.Lock()
         self.generation = 0
         """Grows with every change of the local view, but for that of keys."""
@@ -147,31 +152,23 @@ class Registry:
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
         self.quotas = QuotaRegistry(quotas, flush)
-        numbers, reservations = (
-            DocumentCache(self._table, "meta/", int),
-            DocumentCache(self._table, "seats/", ReservedInstances),
-        )
+        numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)
+        reservations = DocumentCache(self._table, "seats/", ReservedInstances)
+        uids = Uids(instances, removals, store_kind, draw)
         self.instances = InstanceRegistry(
-            instances, removals=removals, numbers=numbers, reservations=reservations, groups=self.groups, flush=flush
+            instances, removals=removals, uids=uids, reservations=reservations, groups=self.groups, flush=flush
         )
         self.accounts = AccountRegistry(accounts, flush)
         used: DocumentCache[KeyUse] = DocumentCache(uses if uses is not None else MemoryTable(), "", KeyUse)
         clock = clock if clock is not None else SystemClock()
         taken = DocumentCache(self._table, "taken_key/", float)
         self.taken_keys = ImportedKeys(self._table, keys=keys, taken=taken, flush=flush, clock=clock)
-        caches = KeyDocuments(keys, used, numbers)
-        self.keys = KeyRegistry(
-            self._table,
-            documents=caches,
-            refresh_view=self._on_tables_read,
-            flush=flush,
-            clock=clock,
-            role_of=self.accounts.role_of,
-        )
+        role_of, documents = self.accounts.role_of, KeyDocuments(keys, used, numbers)
+        self.keys = KeyRegistry(self._table, documents, self._on_tables_read, flush=flush, clock=clock, role_of=role_of)
         self.snapshots = ConfigSnapshots(
             self._table,
             caches=ConfigDocuments(storages, groups=groups, quotas=quotas, registrations=instances, accounts=accounts),
-            batch_registration=BatchRegistration(instances, removals, numbers, reservations),
+            batch_registration=BatchRegistration(instances, removals, uids, reservations),
             storages=self.storages,
             refresh_view=self._on_tables_read,
             flush=flush,
@@ -227,16 +224,23 @@ class Registry:
         async with self._refreshing:
             # Asked before the documents: what changes in between is read once more, never missed.
             version = await self._table.version()
-            if version != self._version:
+            # A change that was made here may be gone again, in a store that went back to an earlier read.
+            if version != self._version or self._generations() != self._view:
                 await self._read_all()
                 self._version = version
 
     async def _read_all(self) -> None:
+        before = self._generations()
         with contextlib.ExitStack() as watches:
             changed = [watches.enter_context(cache.watching()) for cache in self._caches]
             documents = await self._table.all()
+        is_as_read = self._generations() == before
         for cache, names in zip(self._caches, changed, strict=True):
             cache.refresh_from(documents, names)
+        self._view = self._generations() if is_as_read else -1
+
+    def _generations(self) -> int:
+        return sum(cache.generation for cache in self._caches)
 
     def _count_change(self) -> None:
         self.generation += 1

@@ -1,13 +1,13 @@
 """JSON documents: the startup document and the storage configs that transfer layers read (wire.md 4).
 
-Missing keys keep their default, unknown keys are ignored, a wrong type refuses the whole document. Enums are numbers
+Missing keys keep their default, unknown keys are reported, a wrong type refuses the whole document. Enums are numbers
 here and storage kinds are strings.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,8 +140,16 @@ def builtin_document(root_path: Path) -> StartupDocument:
     return StartupDocument(StorageConfig("nfs_01", NfsStorageSpec(f"{root_path}/", 8)), group)
 
 
-def parse_startup_document(text: str) -> StartupDocument:
+def _ignore(_key: str) -> None:
+    """Report nothing."""
+
+
+def parse_startup_document(text: str, on_unknown: Callable[[str], None] = _ignore) -> StartupDocument:
     """Read `{"storage_config": …, "instance_group": …}`.
+
+    Args:
+        text: of the document.
+        on_unknown: called with a sentence for each key that has no effect, since this release does not know it.
 
     Raises:
         InvalidArgumentError: naming the key that is missing or has a wrong type.
@@ -150,20 +158,40 @@ def parse_startup_document(text: str) -> StartupDocument:
         document = json.loads(text)
     except ValueError as error:
         raise InvalidArgumentError(f"startup document is not JSON: {error}") from error
-    reader = _Reader(document, "startup document")
-    return StartupDocument(_storage(reader.inner("storage_config")), _group(reader.inner("instance_group")))
+    readers: list[_Reader] = []
+    reader = _Reader(document, "startup document", readers)
+    made = StartupDocument(_storage(reader.inner("storage_config")), _group(reader.inner("instance_group")))
+    for each in readers:
+        for key in each.unknown_keys:
+            on_unknown(f"{key} is unknown here and has no effect")
+    return made
 
 
 class _Reader:
-    """Reads typed values out of a JSON object; a missing key gives the default, a wrong type is an error."""
+    """Reads typed values out of a JSON object; a missing key gives the default, a wrong type is an error.
 
-    def __init__(self, document: object, path: str) -> None:
+    Args:
+        document: the object.
+        path: of it, for messages.
+        readers: of the whole document, to which this one is added.
+    """
+
+    def __init__(self, document: object, path: str, readers: list[_Reader]) -> None:
         if not isinstance(document, dict):
             raise InvalidArgumentError(f"{path} is {type(document).__name__}, must be an object")
         self._document = document
         self._path = path
+        self._readers = readers
+        self._known: set[str] = set()
+        readers.append(self)
+
+    @property
+    def unknown_keys(self) -> list[str]:
+        """Return the paths of the keys that were not read."""
+        return [f"{self._path}.{key}" for key in self._document if key not in self._known]
 
     def _value(self, key: str, expected: type[Any], default: Any) -> Any:
+        self._known.add(key)
         value = self._document.get(key, default)
         wrong = not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool)
         if wrong and not (expected is float and type(value) is int):
@@ -186,19 +214,21 @@ class _Reader:
         return float(self._value(key, float, 0.0))
 
     def optional_ratio(self, key: str) -> float | None:
+        self._known.add(key)
         return self.ratio(key) if key in self._document else None
 
     def flag(self, key: str, *, default: bool) -> bool:
         return bool(self._value(key, bool, default))
 
     def inner(self, key: str) -> _Reader:
-        return _Reader(self._document.get(key, {}), f"{self._path}.{key}")
+        self._known.add(key)
+        return _Reader(self._document.get(key, {}), f"{self._path}.{key}", self._readers)
 
     def items(self, key: str) -> list[Any]:
         return list(self._value(key, list, []))
 
     def objects(self, key: str) -> list[_Reader]:
-        return [_Reader(item, f"{self._path}.{key}[{i}]") for i, item in enumerate(self.items(key))]
+        return [_Reader(item, f"{self._path}.{key}[{i}]", self._readers) for i, item in enumerate(self.items(key))]
 
     def texts(self, key: str) -> tuple[str, ...]:
         items = self.items(key)
@@ -246,7 +276,7 @@ def _group(reader: _Reader) -> InstanceGroup:
         global_quota_group_name=reader.text("global_quota_group_name"),
         max_instance_count=reader.number("max_instance_count"),
         quota=InstanceGroupQuota(quota.number("capacity"), tuple(map(_quota, quota.objects("quota_config")))),
-        cache_config=_cache_config(reader.inner("cache_config"), first_candidate=names[0] if names else ""),
+        cache_config=_cache_config(reader.inner("cache_config"), only_candidate=names[0] if len(names) == 1 else "any"),
         user_data=reader.text("user_data"),
         version=reader.number("version"),
         storage_guarantees=tuple(
@@ -264,12 +294,12 @@ def _quota(reader: _Reader) -> QuotaConfig:
     return QuotaConfig(StorageType.of_kind(kind), reader.number("capacity"))
 
 
-def _cache_config(reader: _Reader, first_candidate: str) -> CacheConfig:
+def _cache_config(reader: _Reader, only_candidate: str) -> CacheConfig:
     reclaim = reader.inner("reclaim_strategy")
     trigger = reclaim.inner("trigger_strategy")
     strategy = CacheReclaimStrategy(
         # The API wants one: so that a group of a document can be read, changed and sent back.
-        storage_unique_name=reclaim.text("storage_unique_name", first_candidate),
+        storage_unique_name=reclaim.text("storage_unique_name", only_candidate),
         reclaim_policy=_enum(reclaim, "reclaim_policy", ReclaimPolicy),
         trigger_strategy=TriggerStrategy(
             trigger.number("used_size"), trigger.ratio("used_percentage"), trigger.optional_ratio("hysteresis")

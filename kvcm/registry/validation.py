@@ -44,7 +44,7 @@ __all__ = [
     "require",
 ]
 
-POLICY_NAMES = ("lru", "lfu", "ttl", "fifo", "sieve", "s3fifo", "leaf_lru")
+POLICY_NAMES = ("lru", "lfu", "lfu_aging", "ttl", "fifo", "sieve", "s3fifo", "leaf_lru")
 """Eviction policies that can be configured; a test compares them with those that there are."""
 
 SHARES = ("", "group_lru", "proportional", "fixed")

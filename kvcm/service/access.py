@@ -133,7 +133,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "PinPrefix": _on_instance(Verb.PIN),
         "UnpinPrefix": _on_instance(Verb.PIN),
         "ListPins": _on_instance(Verb.PIN, Verb.VIEW),
-        "ReportMissing": _on_instance(Verb.MATCH),  # it is readers that find out
+        "ReportMissing": _on_instance(Verb.MATCH, Verb.REPORT),  # it is readers that find out
     },
     # A node's agent speaks for memory that all groups use.
     "kvcm.v1.PoolService": {"ReportPool": _everywhere(Verb.WRITE)},

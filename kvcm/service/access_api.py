@@ -239,7 +239,7 @@ def _created_reply(key: ApiKey, presented: PresentedKey | None) -> Reply:
 def _fill(message: Any, key: ApiKey, last_used_at: float) -> None:
     message.key_id, message.name, message.role = key.id, key.name, int(key.role)
     message.instance_groups.extend(key.groups)
-    message.verbs.extend(ENGINE_VERBS.index(verb) + 1 for verb in key.verbs)
+    message.verbs.extend(ENGINE_VERBS.index(verb) + 1 for verb in key.engine_verbs)
     message.created_at_ms = int(key.created_at * 1000)
     message.expires_at_ms = int(key.expires_at * 1000)
     message.last_used_at_ms = int(last_used_at * 1000)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import structlog
@@ -22,6 +23,7 @@ from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
+from kvcm.registry.without_effect import group_values_without_effect, storage_values_without_effect, warning_of
 from kvcm.service.access import redacted_for_principal
 from kvcm.service.calls import Call, Plane, Reply
 from kvcm.service.config_snapshot import ConfigSnapshotApi
@@ -98,7 +100,6 @@ class AdminApi:
         self._capacity = capacity
         self._storages = storages
         self._drains = drains
-        self._said_uri_is_ignored = False
         cluster_id = storages.cluster_id if storages is not None else ""
         self._snapshots = ConfigSnapshotApi(registry.snapshots, cluster_id, registry.end_logins)
         self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
@@ -153,8 +154,9 @@ class AdminApi:
 
     async def add_storage(self, request: Any) -> Reply:
         """Add and open a storage."""
-        await self._registry.storages.add_in_background(read_storage("AddStorage", request))
-        return _empty_reply()
+        config = read_storage("AddStorage", request)
+        await self._registry.storages.add_in_background(config)
+        return _reply_with(warning_of(storage_values_without_effect(config)))
 
     async def enable_storage(self, request: Any) -> Reply:
         """Make a storage available."""
@@ -176,8 +178,10 @@ class AdminApi:
 
     async def update_storage(self, request: Any) -> Reply:
         """Replace a storage's config."""
-        await self._registry.storages.update_in_background(read_storage("UpdateStorage", request))
-        return _empty_reply()
+        config = read_storage("UpdateStorage", request)
+        await self._registry.storages.update_in_background(config)
+        ignored = ["force_update has no effect: blocks stay where they are"] if request.force_update else []
+        return _reply_with(warning_of(chain(ignored, storage_values_without_effect(config))))
 
     async def list_storage(self, _request: Any) -> Reply:
         """List all storages by name, and how each is for this manager."""
@@ -204,15 +208,14 @@ class AdminApi:
     def _group_reply(self, group: InstanceGroup) -> Reply:
         known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
         unknown = [name for name in group.storage_candidates if name not in known]
-        uri = group.cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri
-        if uri and not self._said_uri_is_ignored:
-            self._said_uri_is_ignored = True
-            _log.info("ignored", field="meta_storage_backend_config.storage_uri", reason="one store per deployment")
-        reply = _empty_reply()
+        remarks = []
         if unknown:
-            warning = f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
-            reply.message.header.status.message = warning
-        return reply
+            remarks.append(
+                f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
+            )
+        if warning := warning_of(group_values_without_effect(group)):
+            remarks.append(warning)
+        return _reply_with("; ".join(remarks))
 
     async def remove_group(self, request: Any) -> Reply:
         """Forget an instance group."""
@@ -339,11 +342,19 @@ class AdminApi:
         if level is None:
             raise InvalidArgumentError(f"log_level is {request.log_level!r}, must be one of {', '.join(LEVELS)}")
         set_level(level)
-        return _empty_reply()
+        ignored = ["module_name has no effect: the level is that of all modules"] if request.module_name else []
+        return _reply_with(warning_of(ignored))
 
 
 def _empty_reply() -> Reply:
     return Reply(pb.CommonResponse())
+
+
+def _reply_with(remark: str) -> Reply:
+    """Return a success, with a remark unless that is empty."""
+    reply = _empty_reply()
+    reply.message.header.status.message = remark
+    return reply
 
 
 def _read_group(api: str, request: Any) -> InstanceGroup:

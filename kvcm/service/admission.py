@@ -16,17 +16,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
 from kvcm.model.errors import NotLeaderError
 from kvcm.registry.leadership import Leadership
-from kvcm.service.calls import Arrival, Call, Plane
+from kvcm.service.calls import Arrival, Call, Plane, Reply
 from kvcm.service.rejections import RateLimitedError, RejectedError
 
 __all__ = [
+    "BUDGET",
     "DEADLINE",
     "QUEUE",
     "REASONS",
@@ -53,6 +54,8 @@ QUEUE: Final = "queue"
 """Reason of a rejection: too many requests wait."""
 DEADLINE: Final = "deadline"
 """Reason of a rejection: the deadline of the client passes before the answer."""
+BUDGET: Final = "budget"
+"""Reason of a rejection: the work on the request takes too long."""
 _SMOOTHING: Final = 0.2  # in the pace; the last ten or so count
 _MIN_RETRY_SECONDS: Final = 0.1
 
@@ -343,7 +346,7 @@ def _weight_bytes(body_bytes: int) -> int:
 
 _RATE: Final = "rate"
 _OVERLOAD: Final = "overload"
-REASONS: Final = (_RATE, _OVERLOAD, DEADLINE, QUEUE)
+REASONS: Final = (_RATE, _OVERLOAD, DEADLINE, QUEUE, BUDGET)
 """Reasons of rejections, as labels of metrics."""
 _ALWAYS_ADMITTED: Final = 8
 _OVERLOAD_RETRY_SECONDS: Final = 1.0
@@ -359,6 +362,8 @@ class AdmissionSettings:
     long_keys: keys from which on a request is a long one.
     long_slots: long requests that are worked on at a time.
     long_places: long requests that wait.
+    long_seconds: that the work on a long request may take; 0 = any.
+    most_keys: of any request: more is not charged for, since such a request is rejected.
     """
 
     keys_per_second: int = 0
@@ -367,6 +372,8 @@ class AdmissionSettings:
     long_keys: int = 4096
     long_slots: int = 4
     long_places: int = 64
+    long_seconds: float = 30.0
+    most_keys: int = 65_536
 
 
 class LoopDelay:
@@ -383,7 +390,6 @@ class GuardedAdmission:
 
     Args:
         settings: limits.
-        most_keys: of any request: more is not charged for, since such a request is rejected.
         delay: of requests by the event loop.
         clock: seconds of the clock of `Arrival.deadline`.
         ahead: requests that were admitted by their heads.
@@ -392,14 +398,12 @@ class GuardedAdmission:
     def __init__(
         self,
         settings: AdmissionSettings,
-        most_keys: Callable[[], int],
         delay: LoopDelay | None = None,
         clock: Callable[[], float] = time.monotonic,
         ahead: BacklogEstimate | None = None,
     ) -> None:
         self._clock = clock
         self._ahead = ahead if ahead is not None else BacklogEstimate()
-        self._most_keys = most_keys
         self._delay = delay if delay is not None else LoopDelay()
         self._buckets = TokenBuckets(clock)
         self._long = RequestQueue(clock, settings.long_slots, settings.long_places, settings.most_wait_seconds)
@@ -410,6 +414,8 @@ class GuardedAdmission:
         """Change the limits; they hold for what comes from now on."""
         self._most_wait_seconds = settings.most_wait_seconds
         self._long_keys = settings.long_keys
+        self._long_seconds = settings.long_seconds
+        self._most_keys = settings.most_keys
         self._long.set(settings.long_slots, settings.long_places, settings.most_wait_seconds)
         self._buckets.set(settings.keys_per_second, settings.burst_keys)
 
@@ -458,7 +464,7 @@ class GuardedAdmission:
         keys = key_count(call, request)
         if keys < self._long_keys and not self._buckets.is_on:
             return None
-        keys = min(keys, self._most_keys())
+        keys = min(keys, self._most_keys)
         if self._buckets.is_on:
             self._charge(arrival.principal.name or arrival.peer, keys)
         if keys < self._long_keys:
@@ -469,6 +475,19 @@ class GuardedAdmission:
             if self._buckets.is_on:
                 self._buckets.refund(arrival.principal.name or arrival.peer, keys)
             raise
+
+    async def within_budget(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+        """Return the result of the work on a long request, or cancel it at the end of its time: as when its client goes
+        away, what it has done stays, and blocks that it began to write end with its write session."""
+        most = self._long_seconds
+        try:
+            async with asyncio.timeout(most or None) as budget:
+                return await work
+        except TimeoutError:
+            if not budget.expired():
+                raise
+            text = f"it took longer than {most:g} s (kvcm.limits.long_request_ms): ask for fewer keys at a time"
+            raise RejectedError(text, BUDGET, _OVERLOAD_RETRY_SECONDS) from None
 
     def leave(self, entered: float) -> None:
         """The request that had a turn was answered."""

@@ -28,6 +28,7 @@ from kvcm.service.usage_report import UsageView
 from kvcm.service.usage_values import DrainStatus, StorageStatus
 from kvcm.service.vitals import ManagerView
 from kvcm.storage.directory import StorageDirectory
+from kvcm.store.store import StoreHealth
 
 __all__ = ["AlertSources", "AlertWatch", "RecentGrowth"]
 
@@ -93,6 +94,8 @@ class AlertSources:
     Attributes:
         lag_seconds: by which the event loop is late all the time.
         is_shared: whether other managers work on the store.
+        store_health: faults of the store beside that.
+        shortage: returns why the store refuses changes for lack of space, "" while it does not.
     """
 
     cache: CacheManager
@@ -104,6 +107,8 @@ class AlertSources:
     leadership: Leadership
     lag_seconds: Callable[[], float]
     is_shared: bool
+    store_health: Callable[[], StoreHealth] = StoreHealth
+    shortage: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +231,8 @@ class AlertWatch:
             overdue_sessions=shared.overdue,
             certificates=self.certificates(),
             lag_seconds=sources.lag_seconds(),
-            store_trouble=shared.trouble,
+            store_trouble=shared.trouble or sources.shortage(),
+            store_health=sources.store_health(),
             dropped_accesses=self._dropped.growth({"": sources.cache.accesses.dropped})[""],
         )
 

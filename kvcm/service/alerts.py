@@ -22,6 +22,7 @@ from kvcm.service.usage_values import (
     UsageReport,
 )
 from kvcm.storage.health import HealthState
+from kvcm.store.store import StoreHealth
 
 __all__ = [
     "FULL",
@@ -121,6 +122,7 @@ class AlertInputs:
         certificates: their expiry, unix seconds, by purpose.
         lag_seconds: by which the event loop is late all the time.
         store_trouble: why the metadata store does not answer, "" while it does.
+        store_health: what else is wrong with it.
         dropped_accesses: reads that lately could not be written down.
     """
 
@@ -143,11 +145,13 @@ class AlertInputs:
     certificates: Mapping[str, float] = field(default_factory=dict)
     lag_seconds: float = 0.0
     store_trouble: str = ""
+    store_health: StoreHealth = field(default_factory=StoreHealth)
     dropped_accesses: int = 0
 
 
 # Numbers as people read them, in sentences.
 
+_LOSS_SECONDS = 86_400.0  # for which a loss of the store is shown
 _MINUTE = 60
 _HOUR = 3600
 _DAY = 86_400
@@ -628,6 +632,18 @@ def _of_health(facts: AlertInputs, name: str, status: StorageStatus) -> Iterator
             reason=sentence(status.reason) if status.reason else "Its probes are not answered.",
             advice="Bring its medium back (mount, network, service); it is used again by itself after two good probes.",
         )
+    elif status.is_full:
+        yield _storage_alert(
+            name="KvcmStorageFull",
+            severity=Severity.ALERT_TICKET,
+            storage=name,
+            summary=f"The medium of storage {name} is full{since}: its blocks are evicted until there is room.",
+            reason=sentence(status.reason) if status.reason else "A write found no space on it a moment ago.",
+            advice=(
+                f"Free space on it, or set capacity_bytes of storage {name} below the size of its medium, so that "
+                "blocks leave in time; `eviction_frees_nothing` in the leader's log says that other files fill it."
+            ),
+        )
     elif status.health is HealthState.SH_DEGRADED:
         yield _storage_alert(
             name="KvcmStorageDegraded",
@@ -641,6 +657,8 @@ def _of_health(facts: AlertInputs, name: str, status: StorageStatus) -> Iterator
 
 def _of_medium(name: str, status: StorageStatus) -> Iterator[Alert]:
     size, free = status.medium_bytes, status.medium_free_bytes
+    if status.is_full:
+        return  # KvcmStorageFull says so
     if size > 0 and 0 <= free < (1 - _MEDIUM_FULL) * size:
         yield _storage_alert(
             name="KvcmStorageNearlyFull",
@@ -745,7 +763,8 @@ def _of_leadership(facts: AlertInputs) -> Iterator[Alert]:
 
 
 def _of_store(facts: AlertInputs) -> Iterator[Alert]:
-    if facts.store_trouble:
+    yield from _of_unsound_store(facts)
+    if facts.store_trouble and not facts.store_health.closed:
         yield Alert(
             name="KvcmStoreAway",
             severity=Severity.ALERT_PAGE,
@@ -769,6 +788,33 @@ def _of_store(facts: AlertInputs) -> Iterator[Alert]:
                 "The metadata store takes them more slowly than engines read, so that eviction does not know of them."
             ),
             advice="Give the store more processor time or a faster network.",
+        )
+
+
+def _of_unsound_store(facts: AlertInputs) -> Iterator[Alert]:
+    store = facts.store_health
+    if store.closed or store.evicts:
+        yield Alert(
+            name="KvcmStoreUnsound",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"The metadata store is not one that manager {facts.node_id} can use.",
+            reason=sentence(store.closed or store.evicts),
+            advice="Mend the server: managers go on by themselves within seconds, and need no restart.",
+        )
+    if store.last_loss and facts.now - store.lost_at <= _LOSS_SECONDS:
+        yield Alert(
+            name="KvcmStoreLostChanges",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary="The metadata store lost changes that were acknowledged.",
+            reason=sentence(store.last_loss),
+            advice=(
+                "Look why the server lost them. Compare the API keys with what should be there, run "
+                "`kvcm index verify`, and scrub the storages: they may hold bytes without metadata."
+            ),
         )
 
 

@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextvars import Token
 from dataclasses import dataclass
 from enum import Enum
@@ -30,7 +30,16 @@ from kvcm.service.access import Access, Credentials, OpenAccess, policy_of
 from kvcm.service.rejections import RejectedError
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.logs import current_request_id, is_enabled
-from kvcm.telemetry.metrics import KEYS, ApiMetrics, BoundedLabels, Histogram, Reading
+from kvcm.telemetry.metrics import (
+    KEYS,
+    ApiMetrics,
+    BoundedLabels,
+    Histogram,
+    Measures,
+    Reading,
+    close_measures,
+    open_measures,
+)
 from kvcm.telemetry.tracing import Stage, open_stage
 
 __all__ = [
@@ -190,6 +199,13 @@ class Admission(Protocol):
             RejectedError: it is not served, and when to try again.
         """
 
+    async def within_budget(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+        """Return the result of the work on a request that entered, or end it when it takes too long.
+
+        Raises:
+            RejectedError: it did.
+        """
+
     def leave(self, entered: Any) -> None:
         """The request that entered was answered."""
 
@@ -208,6 +224,9 @@ class _NoAdmission:
 
     async def enter(self, _call: Call, _request: Any, _arrival: Arrival) -> None:
         pass
+
+    async def within_budget(self, work: Coroutine[Any, Any, Reply]) -> Reply:
+        return await work
 
     def leave(self, _entered: None) -> None:
         pass
@@ -335,7 +354,7 @@ class Caller:
             self.report_rejection(call, arrival, error)
             raise
         try:
-            return await self._answer_admitted(call, request, arrival)
+            return await self._answer_admitted(call, request, arrival, is_long=entered is not None)
         finally:
             if entered is not None:
                 self.admission.leave(entered)
@@ -347,7 +366,7 @@ class Caller:
             self.admission.leave(entered)
             raise
 
-    async def _answer_admitted(self, call: Call, request: Any, arrival: Arrival) -> Reply:
+    async def _answer_admitted(self, call: Call, request: Any, arrival: Arrival, *, is_long: bool) -> Reply:
         start = time.perf_counter()
         begun = self._observer.begin(call, request, arrival)
         labels = self._labels(request.instance_id) if call.per_instance else {}
@@ -358,6 +377,8 @@ class Caller:
                 self._refuse(call.plane)
             self._check_sizes(request)
             run = self._run(call, request, arrival)
+            if is_long:
+                run = self.admission.within_budget(run)
             reply = await (run if timing is None else timing.measure(run))
             code, text = ErrorCode.OK, ""
         except (RejectedError, asyncio.CancelledError) as error:
@@ -416,17 +437,23 @@ _MAX_REASONS: Final = 32
 class _Method:
     """The counters of one call."""
 
-    __slots__ = ("codes", "has_keys", "keys", "seconds")
+    __slots__ = ("codes", "has_keys", "is_measured", "keys", "seconds")
 
     def __init__(self, call: Call) -> None:
+        self.is_measured = _is_measured(call)
         self.codes = [0] * (max(ErrorCode) + 1)  # by number: an enum takes long to hash
         self.seconds = Histogram()
         self.has_keys = "block_keys" in call.request_type.DESCRIPTOR.fields_by_name
         self.keys = Histogram(KEYS)
 
 
-_Begun = tuple[_Method, Any, Token[Any] | None]
-"""A call in progress: its counters, its span, and how to unbind it from log lines."""
+_Begun = tuple[_Method, Any, tuple[Measures, Token[Any]] | None, Token[Any] | None]
+"""A call in progress: its counters, its span, its measures, and how to unbind it from log lines."""
+
+
+def _is_measured(call: Call) -> bool:
+    """Whether GetMetrics says what a call did in the index: those that name an instance may do something there."""
+    return "instance_id" in call.request_type.DESCRIPTOR.fields_by_name
 
 
 class CallRecorder:
@@ -460,7 +487,7 @@ class CallRecorder:
 
     def declare(self, call: Call) -> None:
         """Make the series of a call exist before its first request."""
-        self._metrics.declare(call.name)
+        self._metrics.declare(call.name, is_measured=_is_measured(call))
         self._method(call)
 
     def _method(self, call: Call) -> _Method:
@@ -473,23 +500,31 @@ class CallRecorder:
     def begin(self, call: Call, request: Any, arrival: Arrival) -> _Begun:
         """Count a request in flight and its keys, begin its span, and bind it to log lines."""
         method = self._methods.get(call.name) or self._method(call)
+        measures = None
+        if method.is_measured:
+            measures = {"service.request_queue_size": float(self._inflight)}
         self._inflight += 1
         if method.has_keys and (count := len(request.block_keys)):
             method.keys.observe(count)
+            if measures is not None:
+                measures["manager.request_key_count"] = float(count)
         span = self._tracing.begin(call, request, arrival) if self._tracing is not None else None
-        return method, span, current_request_id.set(request) if call.is_traced else None
+        opened = (measures, open_measures(measures)) if measures is not None else None
+        return method, span, opened, current_request_id.set(request) if call.is_traced else None
 
     def end(self, begun: _Begun, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
         """Count the outcome, log and audit it, and end the span. The request is unbound last, so that these log lines
         still have its trace id."""
-        method, span, bound = begun
+        method, span, opened, bound = begun
         code, seconds = outcome.code, outcome.seconds
         self._inflight -= 1
         assert self._inflight >= 0
         method.codes[code] += 1
         method.seconds.observe(seconds)
         if code is not ErrorCode.UNSPECIFIED:  # GetMetrics counts answers only
-            self._metrics.record(call.name, outcome.labels, code, code is ErrorCode.OK, seconds * 1e6)
+            measures = opened[0] if opened is not None else None
+            micros, is_ok = seconds * 1e6, code is ErrorCode.OK
+            self._metrics.record(call.name, outcome.labels, code, is_ok, micros, measures=measures)
         log = self._access_log
         if log.sample or seconds > log.slow_seconds:
             log.end(call, request, arrival, outcome)
@@ -497,6 +532,8 @@ class CallRecorder:
             self._audit.end(call, request, arrival, outcome)
         if self._tracing is not None:
             self._tracing.end(span, call, request, arrival, outcome)
+        if opened is not None:
+            close_measures(opened[1])
         if bound is not None:
             current_request_id.reset(bound)
 

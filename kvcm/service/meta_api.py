@@ -16,7 +16,7 @@ from kvcm.cache.read_leases import MAX_LEASE_MS
 from kvcm.cache.write_sessions import LocationChecksums, Retention, StartedWrite, WriteRequest
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
 from kvcm.model.instances import Instance
-from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens
+from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens, mixed, mixed_key, unmixed, unmixed_key
 from kvcm.model.locations import Location, SpecUri, decode_chunk, retag_all
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
@@ -40,13 +40,13 @@ _NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
 
 
 async def block_keys_of(api: str, request: Any, instance: Instance) -> Sequence[int]:
-    """Return the block keys of a request: as given, else made from its tokens (wire.md 5.2).
+    """Return the mixed block keys of a request: of those given, else of its tokens (wire.md 5.2).
 
     Raises:
         InvalidArgumentError: neither is given, or the instance has no block size.
     """
-    keys: list[int] = request.block_keys[:]  # a list, made faster than by `list`
-    return keys or await _keys_of_tokens(api, request, instance)
+    keys: Sequence[int] = request.block_keys[:]  # a list, made faster than by `list`
+    return mixed(keys or await _keys_of_tokens(api, request, instance))
 
 
 async def _keys_of_tokens(api: str, request: Any, instance: Instance) -> Sequence[int]:
@@ -105,7 +105,7 @@ def _meta_text(block: BlockMeta, detail_level: int) -> str:
         meta["locations"] = [_location_text(location) for location in block.locations]
     if detail_level > 0:
         # Keys are 64-bit numbers, which many JSON readers would round: a text, as everywhere in this interface.
-        meta |= {"parent": None if block.parent is None else str(block.parent), "depth": block.depth}
+        meta |= {"parent": None if block.parent is None else str(unmixed_key(block.parent)), "depth": block.depth}
     return json.dumps(meta, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -157,7 +157,7 @@ class RequestEvents:
             event = {**fields, "hit_keys": len(found.keys)}
             self._recent.add(request.instance_id, _READ, event, query.keys, flags=_flags(query.mask))
         if self._log.is_active:
-            event = {**fields, "keys": query.keys, "tokens": list(request.token_ids)}
+            event = {**fields, "keys": unmixed(query.keys), "tokens": list(request.token_ids)}
             self._log.publish(request.instance_id, CACHE_MANAGER, _READ, event)
 
     def on_write_started(self, request: Any, keys: Sequence[int], started: StartedWrite) -> None:
@@ -174,7 +174,7 @@ class RequestEvents:
             event = {**fields, "refused_keys": started.rejected}
             self._recent.add(request.instance_id, _STARTED, event, keys, flags=_flags(started.mask))
         if self._log.is_active:
-            event = {**fields, "keys": keys, "tokens": list(request.token_ids)}
+            event = {**fields, "keys": unmixed(keys), "tokens": list(request.token_ids)}
             self._log.publish(request.instance_id, CACHE_MANAGER, _STARTED, event)
 
     def on_write_refused(self, request: Any, keys: Sequence[int]) -> None:
@@ -303,7 +303,10 @@ class MetaApi:
         """Register an instance; the answer has the storages of its group, for the transfer layer."""
         instance = await self._cache.register_instance(instance_of(request))
         group = self._registry.groups.find(instance.instance_group_name)
-        storages = self._registry.storages.existing(group.storage_candidates if group is not None else ())
+        candidates = group.storage_candidates if group is not None else ()
+        if len(self._registry.storages.existing(candidates)) < len(set(candidates)):
+            await self._registry.refresh()  # another manager may have added one a moment ago
+        storages = self._registry.storages.existing(candidates)
         return Reply(pb.RegisterInstanceResponse(storage_configs=storage_configs_json(storages)))
 
     async def get_instance_info(self, request: Any) -> Reply:
@@ -361,7 +364,7 @@ class MetaApi:
             spec_groups=list(request.location_spec_group_names),
             timeout_seconds=request.write_timeout_seconds,
             min_replica_count=request.min_replica_count,
-            parent_key=request.parent_block_key if request.HasField("parent_block_key") else None,
+            parent_key=mixed_key(request.parent_block_key) if request.HasField("parent_block_key") else None,
             node_id=request.node_id,
         )
         try:

@@ -39,6 +39,7 @@ from kvcm.service.metrics import Counts
 from kvcm.service.usage_report import UsageView
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.prober import Prober
+from kvcm.store.store import StoreHealth
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import METRICS, OTHER, BoundedLabels, Distribution, Histogram, Kind, Metric, Reading
 
@@ -162,6 +163,8 @@ class ManagerState:
     leadership: Leadership
     store_kind: str
     store_times: Mapping[str, Histogram]
+    store_health: Callable[[], StoreHealth]
+    store_lost: Mapping[str, int]
 
 
 @dataclass(slots=True)
@@ -278,6 +281,16 @@ class _StateMetrics:
             yield Reading(catalog.STORE_OP, times.read(), (self._state.store_kind, op))
         yield Reading(catalog.STORE_BACKLOG, cache.accesses.pending_count)
         yield Reading(catalog.STORE_DROPPED, cache.accesses.dropped)
+        store = self._state.store_health()
+        yield Reading(catalog.STORE_UNSOUND, bool(store.closed), ("closed",))
+        yield Reading(catalog.STORE_UNSOUND, bool(store.evicts), ("evicts",))
+        yield Reading(catalog.STORE_RESTORATIONS, store.restorations)
+        yield Reading(catalog.STORE_LOSSES, store.losses)
+        yield Reading(catalog.STORE_NEW_SERVERS, store.new_servers)
+        yield Reading(catalog.STORE_EVICTED, store.evicted_keys)
+        for what, lost in self._state.store_lost.items():
+            yield Reading(catalog.STORE_LOST, lost, (what,))
+        yield Reading(catalog.STORE_LOST, store.missing_blocks, ("blocks_without_bytes",))
         yield Reading(catalog.EVICTION_AGE, self._state.reclaimer.stats.ages.read())
         yield Reading(catalog.RECLAIM_ROUND, self._state.reclaimer.stats.rounds.read())
         for reason in Reason:
@@ -301,6 +314,7 @@ class _StateMetrics:
     def _of_storage(self, name: str, config: StorageConfig) -> Iterator[Reading]:
         health = self._state.storages.health(name)
         yield Reading(catalog.BACKEND_UP, health is not None and health.is_usable, (name,))
+        yield Reading(catalog.BACKEND_FULL, health is not None and health.is_full, (name,))
         yield Reading(catalog.BACKEND_PROBE, self._state.prober.durations(name), (name,))
         space = health.space if health is not None else None
         if capacity := config.limit_bytes or (space.capacity_bytes if space is not None else 0):

@@ -7,10 +7,11 @@ Every series exists from the start, with 0 where its labels are known. `type` is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from kvcm.cache.manager import CacheManager
+from kvcm.cache.write_sessions import Creations
 from kvcm.model.errors import KvcmError
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
@@ -27,6 +28,7 @@ from kvcm.telemetry.metrics import Series
 __all__ = ["CapacitySeries", "state_series"]
 
 _GAUGE_OF_HEALTH = {HealthState.SH_UP: 1.0, HealthState.SH_DEGRADED: 0.5, HealthState.SH_DOWN: 0.0}
+_NO_CREATIONS = Creations()
 _NOT_OPEN = StorageHealth(HealthState.SH_DOWN)
 
 
@@ -61,15 +63,19 @@ class CapacitySeries:
         self._scrubber = scrubber
         self._storages = storages
 
-    async def series(self) -> list[Series]:
-        """Return all of them as they are now. Every index reads its usage from the store for that."""
+    async def series(self, deleting_blocks: Callable[[], int] = lambda: 0) -> list[Series]:
+        """Return all of them as they are now. Every index reads its usage from the store for that.
+
+        Args:
+            deleting_blocks: counts those that are marked, in all indexes, once these were read.
+        """
         report = await self._view.refreshed_or_last()
         return [
             *self._of_groups(report),
             *self._of_storages(report),
             *self._of_health(),
             *self._of_evictions(),
-            *self._of_deletions(),
+            *self._of_deletions(deleting_blocks()),
             *self._of_orphans(),
         ]
 
@@ -105,7 +111,11 @@ class CapacitySeries:
             name = config.global_unique_name
             health = self._storages.health(name) or _NOT_OPEN
             tags = (("storage", name), ("type", config.storage_type.kind))
+            is_healthy = health.state is not HealthState.SH_DOWN
+            own = (("type", config.storage_type.kind), ("unique_name", name))
+            yield Series("data_storage.healthy_status", own, float(is_healthy))
             yield Series("kvcm_storage_draining", tags, float(config.is_draining))
+            yield Series("kvcm_storage_full", tags, float(health.is_full))
             yield Series("kvcm_storage_health", tags, _GAUGE_OF_HEALTH[health.state])
             yield Series("kvcm_storage_probe_seconds", tags, health.probe_seconds)
             yield Series("kvcm_storage_probe_failures_total", tags, health.failed_probes)
@@ -128,12 +138,15 @@ class CapacitySeries:
         yield Series("cache_reclaimer.block_submit_count", (), stats.submitted_blocks)
         yield Series("cache_reclaimer.location_submit_count", (), stats.submitted_locations)
 
-    def _of_deletions(self) -> Iterator[Series]:
+    def _of_deletions(self, deleting_blocks: int) -> Iterator[Series]:
         backlogs = self._deletions.backlogs().values()
+        executing = sum(each.executing for each in backlogs)
+        # A deletion waits from its mark on, as in the original: for its delay, then for its turn.
+        waiting = max(sum(each.waiting for each in backlogs), deleting_blocks - executing)
         yield Series("cache_reclaimer.block_del_count", (), self._deletions.deleted.blocks)
         yield Series("cache_reclaimer.location_del_count", (), self._deletions.deleted.locations)
-        yield Series("schedule_plan_executor.waiting_task_count", (), sum(each.waiting for each in backlogs))
-        yield Series("schedule_plan_executor.executing_task_count", (), sum(each.executing for each in backlogs))
+        yield Series("schedule_plan_executor.waiting_task_count", (), waiting)
+        yield Series("schedule_plan_executor.executing_task_count", (), executing)
 
     def _of_orphans(self) -> Iterator[Series]:
         for kind, count in sorted({**self._garbage.found, **self._scrubber.found}.items()):
@@ -154,12 +167,17 @@ async def state_series(cache: CacheManager, registry: Registry, capacity: Capaci
     with suppress(KvcmError):
         for group in registry.groups.all():
             await cache.usage.refresh_group(group.name)
-    of_capacity = await capacity.series() if capacity is not None else []  # refreshes the indexes, too
+
+    def deleting_blocks() -> int:
+        return sum(kept.index.deleting_keys for kept in cache.open_caches.all())
+
+    of_capacity = await capacity.series(deleting_blocks) if capacity is not None else []  # refreshes the indexes, too
     return [
         *_search_cache(cache),
         *_groups(cache, registry),
         *_instances(cache),
         *_mismatches(cache, registry),
+        *_creations(cache, registry),
         *of_capacity,
     ]
 
@@ -170,9 +188,21 @@ def _search_cache(cache: CacheManager) -> Iterator[Series]:
     yield Series("meta_indexer.search_cache_hit_count", (), budget.hits)
     yield Series("meta_indexer.search_cache_miss_count", (), budget.misses)
     yield Series("meta_indexer.search_cache_hit_ratio", (), 100.0 * budget.hits / asked if asked else 0.0)
+    yield Series("meta_indexer.total_cache_usage", (), float(budget.used_bytes))
     yield Series("cache_manager.write_location_expire_size", (), float(cache.endings.open_count))
     yield Series("cache_manager.access_waiting_count", (), float(cache.accesses.pending_count))
     yield Series("cache_manager.access_dropped_count", (), cache.accesses.dropped)
+
+
+def _creations(cache: CacheManager, registry: Registry) -> Iterator[Series]:
+    """Yield the addresses that storages handed out; the tag is named like the kind, as the original has it."""
+    for config in registry.storages.all():
+        made = cache.creations.get(config.global_unique_name, _NO_CREATIONS)
+        tags = ((config.storage_type.kind, config.global_unique_name),)
+        yield Series("data_storage.create_counter", tags, made.calls)
+        yield Series("data_storage.create_keys_counter", tags, made.addresses)
+        yield Series("data_storage.create_keys_qps", tags, made.per_second)
+        yield Series("data_storage.create_time_us", tags, made.last_us)
 
 
 def _groups(cache: CacheManager, registry: Registry) -> Iterator[Series]:

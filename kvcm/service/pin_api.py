@@ -9,6 +9,7 @@ from kvcm.cache.manager import CacheManager
 from kvcm.cache.pins import Pin, PinRequest
 from kvcm.cache.removal import MissingPart
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.keys import mixed, unmixed_key
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pb
 from kvcm.registry.validation import require
@@ -97,7 +98,10 @@ class PinApi:
             )
         for position, part in enumerate(request.parts):
             check_text(f"parts[{position}].uri", part.uri, MAX_TEXT_BYTES)
-        parts = [MissingPart(part.block_key, part.uri, part.mismatched_checksum) for part in request.parts]
+        keys = mixed([part.block_key for part in request.parts])
+        parts = [
+            MissingPart(key, part.uri, part.mismatched_checksum) for key, part in zip(keys, request.parts, strict=True)
+        ]
         report = await self._cache.report_missing(cache, parts)
         return Reply(pb.ReportMissingResponse(**report._asdict()))
 
@@ -109,5 +113,5 @@ def _message(pin: Pin) -> Any:
         blocks=pin.block_count,
         bytes=pin.size_bytes,
         deadline_ms=int(pin.deadline * 1000),
-        last_block_key=pin.last_key,
+        last_block_key=unmixed_key(pin.last_key) if pin.block_count else 0,
     )

@@ -118,6 +118,7 @@ class StorageStatus:
     medium_bytes: int = -1
     medium_free_bytes: int = -1
     is_draining: bool = False
+    is_full: bool = False
 
     @classmethod
     def of(cls, config: StorageConfig, health: StorageHealth | None) -> StorageStatus:
@@ -138,6 +139,7 @@ class StorageStatus:
             medium_bytes=space.capacity_bytes,
             medium_free_bytes=space.free_bytes,
             is_draining=config.is_draining,
+            is_full=health.is_full,
         )
 
 

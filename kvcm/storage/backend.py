@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from operator import add, attrgetter
 from typing import NamedTuple, Protocol, overload
 
-from kvcm.model.keys import keys_hex
+from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import keys_hex, mixed_key, unmixed
 from kvcm.model.uri import LocationUri, path_component
 
 __all__ = [
     "Allocation",
-    "Hints",
+    "NotHereError",
     "ObjectBatch",
     "Packed",
     "Part",
@@ -24,6 +25,7 @@ __all__ = [
     "StorageSpace",
     "StoredObject",
     "is_full",
+    "is_unwritable",
     "object_name",
     "owner_of",
     "pack",
@@ -31,16 +33,30 @@ __all__ = [
     "slot_count",
 ]
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_UNWRITABLE = _FULL | {errno.EROFS}
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Return whether an operating system's error behind this one says that the medium takes no bytes."""
+    """Return whether an operating system's error behind this one says that the medium has no space: eviction helps."""
+    return _has_cause(error, _FULL)
+
+
+def is_unwritable(error: BaseException | None) -> bool:
+    """Return whether such an error says that the medium takes no bytes: it is full, or mounted read-only."""
+    return _has_cause(error, _UNWRITABLE)
+
+
+def _has_cause(error: BaseException | None, numbers: Collection[int]) -> bool:
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _FULL:
+        if isinstance(error, OSError) and error.errno in numbers:
             return True
         error = error.__cause__
     return False
+
+
+class NotHereError(StorageIOError):
+    """The medium is not on this host, as its config allows: engines use it, and this manager cannot see it."""
 
 
 class Part(NamedTuple):
@@ -108,18 +124,6 @@ class Parts(Sequence[Part]):
         return Parts(*([column[i] for i in indexes] for column in columns))  # type: ignore[arg-type]
 
 
-class Hints(NamedTuple):
-    """Hints about parts before they are written. A storage may place them by these, or ignore them.
-
-    Attributes:
-        location_group: instance group of the blocks, which are read, kept and removed together.
-        lifetime_seconds: age that the blocks will reach at most, 0 for unknown.
-    """
-
-    location_group: str = ""
-    lifetime_seconds: int = 0
-
-
 class Allocation(NamedTuple):
     """Parts that are placed together.
 
@@ -128,13 +132,11 @@ class Allocation(NamedTuple):
         location_id: ends the name of every fresh object (design.md decision 1), and is in the uri of every place that
             others had before: so no two locations ever have the same uri.
         parts: what needs a place, in the order of packing.
-        hints: placement hints.
     """
 
     instance_id: str
     location_id: str
     parts: Sequence[Part]
-    hints: Hints = Hints()
 
 
 class StorageSpace(NamedTuple):
@@ -194,6 +196,7 @@ class StorageBackend(Protocol):
         neither listed nor in the way of the next.
 
         Raises:
+            NotHereError: this host cannot see it.
             StorageIOError: the storage cannot be used, with the reason.
         """
 
@@ -286,7 +289,7 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
     parts, most = Parts.of(allocation.parts), max(1, keys_per_object)
     instance, location_id, sizes = path_component(allocation.instance_id), allocation.location_id, parts.sizes
     folders = {name: f"{instance}/{path_component(name)}/" for name in set(parts.spec_names)}
-    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(parts.keys)))
+    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(unmixed(parts.keys))))
     for indexes in _lists(parts):
         for start in range(indexes.start, indexes.stop, most):
             chunk = range(start, min(start + most, indexes.stop))
@@ -338,13 +341,12 @@ def object_name(uri: str) -> str:
 
 
 def owner_of(name: str) -> tuple[str, int] | None:
-    """Return the instance, as a path component, and the first block of an object; None if no object is named so."""
+    """Return the instance, as a path component, and the mixed key of an object's first block; None for other names."""
     instance, _, rest = name.partition("/")
     found = _LAST_COMPONENT.fullmatch(rest.rpartition("/")[2])
     if found is None:
         return None
-    key = int(found[1], 16)
-    return instance, key - (1 << 64) if key >> 63 else key
+    return instance, mixed_key(int(found[1], 16))
 
 
 def slot_count(object_name: str) -> int:

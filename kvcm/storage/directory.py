@@ -263,10 +263,21 @@ class StorageDirectory:
             self._rebuild_ranks(name)
         self._update_writable(name)
 
-    def report_unwritable(self, name: str) -> None:
-        """Expect no space on an open storage until the next good probe: a write failed a moment ago."""
+    def report_unwritable(self, name: str, *, is_full: bool = False) -> None:
+        """Expect no space on an open storage until the next good probe: a write failed a moment ago.
+
+        Args:
+            name: of the storage.
+            is_full: whether it failed for lack of space.
+        """
         if name in self._health:
-            self._health[name] = replace(self._health[name], is_unwritable=True)
+            health = self._health[name]
+            self._health[name] = replace(
+                health,
+                is_unwritable=True,
+                is_full=health.is_full or is_full,
+                observations=health.observations + is_full,
+            )
             self._update_writable(name)
 
     def _update_writable(self, name: str) -> None:

@@ -15,6 +15,7 @@ to it; a marker file per slot, to be counted by listing folders that hold millio
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -34,7 +35,16 @@ from kvcm.model.storages import (
     VcnsThreeFSStorageSpec,
 )
 from kvcm.model.uri import LocationUri, path_component
-from kvcm.storage.backend import Allocation, ObjectBatch, Parts, StorageBackend, StorageSpace, StoredObject, packed_uris
+from kvcm.storage.backend import (
+    Allocation,
+    NotHereError,
+    ObjectBatch,
+    Parts,
+    StorageBackend,
+    StorageSpace,
+    StoredObject,
+    packed_uris,
+)
 from kvcm.storage.file_objects import PROBE_PREFIX, NoFolderError, make_files, object_batches, probe, remove_objects
 from kvcm.storage.file_slots import (
     FreeSlots,
@@ -46,14 +56,16 @@ from kvcm.storage.file_slots import (
     is_complete,
     slots_by_file,
 )
+from kvcm.storage.finish_notes import NotesFolder
 from kvcm.storage.threads import StorageThreads
 from kvcm.storage.witness import Witness
 from kvcm.store.numbers import DeletionNumbers, Witnessed
 
-__all__ = ["FILE", "HF3FS", "FileStorage", "PathType"]
+__all__ = ["FILE", "HF3FS", "FileStorage", "PathType", "is_missing"]
 
 Answer = TypeVar("Answer")
 _MOST_THREADS = 64  # more than ever delete at the same time
+_LEAST_FILES = 256  # with fewer to be made a medium is full; more than the metadata on it leave KV (`store/reserve.py`)
 _MOST_PROBES = 8  # that hang: with threads of their own they take none of those
 
 
@@ -67,10 +79,13 @@ class FileStorage:
         cluster_id: of the deployment.
         keys_per_file: parts that are packed into a file.
         makes_objects: whether files are made here, empty, before engines get their addresses.
+        mountpoint: of the medium, where that may be missing on this host; "" where it has to be there.
         reuse: when slots of packed files are handed out again; None is never.
 
     Attributes:
+        device: the file system that it was found on last, None before that.
         witness: of its packed files.
+        notes: of its finished blocks.
         is_verified: false until its witness was compared with the store; only then may its blocks be served.
     """
 
@@ -83,9 +98,11 @@ class FileStorage:
         keys_per_file: int,
         *,
         makes_objects: bool = False,
+        mountpoint: str = "",
         reuse: SlotReuse | None = None,
     ) -> None:
         self._name = name
+        self._mountpoint = mountpoint
         self._scheme = scheme
         self._root = root.rstrip("/")  # otherwise as it was configured, since engines compare it letter by letter
         self.directory = self._directory_of(cluster_id)
@@ -97,10 +114,12 @@ class FileStorage:
         self._probe_numbers = count()
         self._reuse = reuse if reuse is not None else SlotReuse()
         self.witness = Witness(name, self.directory, self._threads, lambda: self._reuse.now())
+        self.notes = NotesFolder(name, self.directory)
         self.is_verified = True
         self._files = PackedFiles(self.directory, FreeSlots(self._reuse))
         self._slot_allocator = SlotAllocator(name, self._files, self._threads)
         self._is_succeeded = False
+        self.device: int | None = None
 
     async def allocate(self, allocation: Allocation) -> list[str]:
         reused = await self._reused(allocation)
@@ -137,6 +156,8 @@ class FileStorage:
         return self._makes_objects
 
     async def make_objects(self, uris: Sequence[str]) -> None:
+        if self.is_elsewhere:
+            return  # engines make them, too
         paths = [LocationUri.parse(uri).path for uri in uris]
         await self._run(lambda: make_files(self.directory, paths))
 
@@ -145,10 +166,19 @@ class FileStorage:
         await self._run_on(self._probe_threads, lambda: self._probe(name))
 
     def _probe(self, name: str) -> None:
+        if self.is_elsewhere:
+            raise NotHereError(str(self._not_mounted()))
         try:
             probe(self.directory, name)
         except StorageIOError as error:
             raise self._failure(f"probe failed: {error}") from error
+        self._mounted_device()
+        if self._is_packed:
+            self.witness.keep_spare()
+        # A file system that just made a file and says that it can make none does not count them.
+        if 0 < (files := os.statvfs(self.directory).f_favail) < _LEAST_FILES:
+            full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self._failure(f"full: only {files} more files can be made on its medium (inodes)") from full
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         numbers = self._reuse.numbers
@@ -203,6 +233,7 @@ class FileStorage:
             raise self._failure(f"{self.directory}: {error.strerror}") from error
         if not S_ISDIR(status.st_mode):
             raise self._not_mounted()
+        self.device = status.st_dev
         return status.st_dev
 
     async def forgotten(self, uris: Sequence[str]) -> None:
@@ -235,9 +266,50 @@ class FileStorage:
         """
         return await self._run_on(self._probe_threads, self.witness.read)
 
+    async def read_times(self) -> bytes | None:
+        """Return the times of the store as they were written here last, None where they were not.
+
+        Raises:
+            StorageIOError: the storage failed.
+        """
+        return await self._run_on(self._probe_threads, self.witness.read_times)
+
+    async def write_times(self, content: bytes) -> None:
+        """Write the times of the store, where the deployment's directory is.
+
+        Raises:
+            StorageIOError: the storage failed.
+        """
+        await self._run_on(self._probe_threads, lambda: self.witness.write_times(content))
+
+    async def with_notes(self, work: Callable[[NotesFolder], Answer]) -> Answer:
+        """Work on the files of finish notes in a thread.
+
+        Raises:
+            StorageIOError: the storage failed.
+        """
+        return await self._run(lambda: work(self.notes))
+
+    def has_bytes(self, uri: LocationUri) -> bool:
+        """Return whether a part lies on this storage with all its bytes, and is of no other location. Blocks.
+
+        Args:
+            uri: that may say anything.
+
+        Raises:
+            OSError: the storage failed.
+        """
+        is_mine = uri.path.startswith(self.directory) and (uri.scheme, uri.storage) == (self._scheme, self._name)
+        below = uri.path.removeprefix(self.directory)
+        is_plain = os.path.realpath(uri.path) == os.path.join(os.path.realpath(self.directory), below)  # noqa: PTH118
+        return is_mine and is_plain and is_complete(uri) and is_certain(uri)
+
     def doubt(self, *, is_new: bool) -> None:
         """Have the storage compared with the store before its blocks are served, but for one that is being added and
-        has no witness. Blocks."""
+        has no witness. One that is elsewhere cannot be compared: its names are used once if it is not packed. Blocks.
+        """
+        if self.is_elsewhere and not self._is_packed:
+            return
         try:
             self.is_verified = is_new and self.witness.read() is None
         except (NoFolderError, OSError):
@@ -278,7 +350,17 @@ class FileStorage:
         """
         self._mounted_device()
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the medium was never seen on this host, on which there is not even a place to mount it. Blocks."""
+        return bool(self._mountpoint) and self.device is None and is_missing(self._mountpoint)
+
     def _not_mounted(self) -> StorageIOError:
+        if self.is_elsewhere:
+            return self._failure(
+                f"there is no {self._mountpoint} on this host: this manager neither probes it nor deletes there. "
+                f"Engines use it where {self.directory} was made; a manager that has it mounted and leads deletes"
+            )
         return self._failure(
             f"{self.directory} is not there, is it mounted on this host? "
             "If it is gone for good, UpdateStorage creates it again"
@@ -352,10 +434,12 @@ class PathType:
     Attributes:
         root_field: what of the config says where the root is, for messages.
         check: raises KvcmError when something else is wrong with a config; may block.
+        mountpoint: returns where a config has its medium mounted if that may be missing on this host, else "".
     """
 
     root_field: str
     check: Callable[[StorageConfig], None]
+    mountpoint: Callable[[StorageConfig], str] = lambda _config: ""
 
     def make(self, config: StorageConfig, cluster_id: str) -> None:
         """Make the directory of a deployment, for a storage that is being configured. Blocks.
@@ -365,6 +449,8 @@ class PathType:
             StorageIOError: the directory cannot be made.
         """
         storage = self._storage(config, cluster_id)
+        if storage.is_elsewhere:
+            return  # it would be made on a local disk, and hide the medium from nobody but this manager
         try:
             Path(storage.directory).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -384,6 +470,8 @@ class PathType:
             StorageIOError: the deployment's directory is not there or cannot be written.
         """
         storage = self._storage(config, cluster_id, reuse)
+        if storage.is_elsewhere:
+            return storage
         if not os.path.lexists(storage.directory.rstrip("/")) and _holds_blocks(_root(config)):
             self.make(config, cluster_id)
         # An engine that does not find the directory either knows that the storage is not mounted where it is.
@@ -404,6 +492,7 @@ class PathType:
             cluster_id=cluster_id,
             keys_per_file=spec.key_count_per_file,
             makes_objects=not isinstance(spec, NfsStorageSpec) and spec.touch_file_when_create,
+            mountpoint=self.mountpoint(config),
             reuse=reuse,
         )
 
@@ -449,9 +538,27 @@ def _check_3fs(config: StorageConfig) -> None:
         raise InvalidArgumentError(f"mountpoint {spec.mountpoint!r} is not an absolute path")
     if ".." in spec.root_dir.split("/"):
         raise InvalidArgumentError(f"root_dir {spec.root_dir!r} has a component '..', must lie below the mountpoint")
-    _check_directory("mountpoint", spec.mountpoint)
+    if not _mountpoint_3fs(config) or not is_missing(spec.mountpoint):
+        _check_directory("mountpoint", spec.mountpoint)
     if config.check_storage_available_when_open:
         _check_directory("mountpoint/root_dir", spec.root)
+
+
+def _mountpoint_3fs(config: StorageConfig) -> str:
+    """Return the mountpoint that may be missing here: without the check, engines alone may have 3FS mounted."""
+    assert isinstance(config.spec, (ThreeFSStorageSpec, VcnsThreeFSStorageSpec))
+    return "" if config.check_storage_available_when_open else config.spec.mountpoint
+
+
+def is_missing(path: str) -> bool:
+    """Return whether there is nothing of a name. A mount whose server is gone is there, and fails. Blocks."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _check_directory(field: str, directory: str) -> None:
@@ -463,5 +570,5 @@ def _check_directory(field: str, directory: str) -> None:
         raise StorageIOError(f"{field} {directory!r} is no directory, is 3FS mounted on this host?")
 
 
-HF3FS = PathType("mountpoint/root_dir", _check_3fs)
+HF3FS = PathType("mountpoint/root_dir", _check_3fs, _mountpoint_3fs)
 """Types `hf3fs` and `vcns_hf3fs`: 3FS through its POSIX mount. The config of the latter names its metadata service."""

@@ -4,6 +4,7 @@ A storage is UP, DEGRADED or DOWN, and used until it is DOWN. A probe ends in on
 
 * answered: good, or slow when it took longer than a bound;
 * unwritable: the medium answers and takes no bytes (it is full, or mounted read-only);
+* unseen: the medium is not on this host, and need not be;
 * failed, or late: no answer within the time limit.
 
 Rules:
@@ -13,8 +14,11 @@ hidden.
 * Only `down_after` failures in a row (late ones count) make it DOWN. Nothing makes it DOWN at once: one lost answer, a
   remount or a second of a busy network would hide every block on it, and asking twice more takes two seconds.
 * Whether it accepts bytes is known from answers only: the last one, or the last write, holds until the next.
+* It is full when it has no room for a probe, when it answers with less than its margin free (`free_margin.py`), or when
+  an allocation was refused for lack of space. It is DEGRADED then, and blocks leave it.
 * A full medium is never DOWN for that: its blocks can be read, and hidden blocks would not be evicted. Writes go to
   another storage if there is one.
+* What is not on this host is DEGRADED and used: engines see it. This manager neither deletes there nor knows how it is.
 * Only `up_after` answers in a row bring it back from DOWN, as UP when all of them were good, else as DEGRADED; and as
   many good ones make a DEGRADED storage UP.
 
@@ -51,6 +55,7 @@ class ProbeOutcome(Enum):
 
     ANSWERED = "answered"
     UNWRITABLE = "unwritable"
+    NOT_HERE = "unseen"
     FAILED = "failed"
     LATE = "late"
 
@@ -63,12 +68,14 @@ class Probe(NamedTuple):
         seconds: from its begin to its end; so far, of a late one.
         reason: why it is not good, for people; "" where it answered.
         space: of the medium, where it answered.
+        is_full: whether the medium has no space, or too little.
     """
 
     outcome: ProbeOutcome
     seconds: float
     reason: str = ""
     space: StorageSpace | None = None
+    is_full: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,8 @@ class StorageHealth:
         failed_probes: those that were not answered, since the storage was opened.
         space: of the medium at the last answer, None before that.
         is_unwritable: the medium took no bytes when it answered last, or refused a write since.
+        is_full: of these for lack of space; or it has little left.
+        observations: how often it was found full or not, by probes and by writes.
         failures: in a row.
         answers: in a row.
         good_answers: in a row.
@@ -110,6 +119,8 @@ class StorageHealth:
     failed_probes: int = 0
     space: StorageSpace | None = None
     is_unwritable: bool = False
+    is_full: bool = False
+    observations: int = 0
     failures: int = 0
     answers: int = 0
     good_answers: int = 0
@@ -122,7 +133,7 @@ class StorageHealth:
     @property
     def is_writable(self) -> bool:
         """Whether a new block is expected to fit."""
-        return self.is_usable and not self.is_unwritable
+        return self.is_usable and not self.is_unwritable and not self.is_full
 
     def after(self, probe: Probe, now: float, rules: HealthRules) -> StorageHealth:
         """Return the health after one more probe.
@@ -133,12 +144,14 @@ class StorageHealth:
             rules: when the state changes.
         """
         failed = probe.outcome in {ProbeOutcome.FAILED, ProbeOutcome.LATE}
-        good = probe.outcome is ProbeOutcome.ANSWERED and probe.seconds <= rules.slow_seconds
+        good = probe.outcome is ProbeOutcome.ANSWERED and not probe.is_full and probe.seconds <= rules.slow_seconds
         counted = replace(
             self,
             probe_seconds=probe.seconds,
-            failed_probes=self.failed_probes + (probe.outcome is not ProbeOutcome.ANSWERED),
+            failed_probes=self.failed_probes + (failed or probe.outcome is ProbeOutcome.UNWRITABLE),
             space=probe.space or self.space,
+            is_full=self.is_full if failed else probe.is_full,
+            observations=self.observations + (not failed),
             is_unwritable=self.is_unwritable if failed else probe.outcome is ProbeOutcome.UNWRITABLE,
             failures=self.failures + 1 if failed else 0,
             answers=0 if failed else self.answers + 1,

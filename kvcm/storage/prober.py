@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
-from kvcm.storage.backend import StorageBackend, is_full
+from kvcm.storage.backend import NotHereError, StorageBackend, StorageSpace, is_full, is_unwritable
 from kvcm.storage.directory import StorageDirectory
-from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome
+from kvcm.storage.free_margin import NO_MARGIN, FreeMargin
+from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome, StorageHealth
 from kvcm.telemetry.metrics import Distribution, Histogram
 
 __all__ = ["Prober"]
@@ -62,6 +65,8 @@ class Prober:
         interval_seconds: between probes of a storage that is UP; of others at most a second.
         timeout_seconds: after that a probe is late.
         rules: when a storage changes its state.
+        margin: returns what of a storage's medium is to stay free, given its space.
+        on_full: called with every storage that a probe found full.
     """
 
     def __init__(
@@ -71,12 +76,17 @@ class Prober:
         interval_seconds: float,
         timeout_seconds: float,
         rules: HealthRules | None = None,
+        *,
+        margin: Callable[[str, StorageSpace], FreeMargin] = lambda _storage, _space: NO_MARGIN,
+        on_full: Callable[[str], None] = lambda _storage: None,
     ) -> None:
         self._storages = storages
         self._clock = clock
         self._interval_seconds = interval_seconds
         self._timeout_seconds = timeout_seconds
         self._rules = rules or HealthRules()
+        self._margin = margin
+        self._on_full = on_full
         self._watches: dict[str, _Watch] = {}
         self._durations: defaultdict[str, Histogram] = defaultdict(Histogram)
 
@@ -139,14 +149,19 @@ class Prober:
                 self._watches[name] = _Watch(backend, now)
 
     async def _probe(self, name: str, watch: _Watch) -> None:
-        space, reason, end = None, "", ProbeOutcome.ANSWERED
+        space, reason, end, full = None, "", ProbeOutcome.ANSWERED, False
         try:
             await watch.backend.probe()
             space = await watch.backend.space()
+        except NotHereError as error:
+            reason, end = str(error), ProbeOutcome.NOT_HERE
         except Exception as error:  # whatever it raises, it cannot be used
             reason = str(error) if isinstance(error, KvcmError) else f"{type(error).__name__}: {error}"
-            end = ProbeOutcome.UNWRITABLE if is_full(error) else ProbeOutcome.FAILED
-        probe = Probe(end, self._clock.now() - watch.began_at, reason, space)
+            end, full = ProbeOutcome.UNWRITABLE if is_unwritable(error) else ProbeOutcome.FAILED, is_full(error)
+        if full:
+            with suppress(Exception):  # how full it is helps, and is no condition
+                space = await watch.backend.space()
+        probe = Probe(end, self._clock.now() - watch.began_at, reason, space, is_full=full)
         watch.probe = None
         if watch.is_late:  # it counted; what it says now is about a time long past
             watch.next_at = self._clock.now()
@@ -158,6 +173,8 @@ class Prober:
         if before is None or self._storages.backend(name) is not watch.backend:
             return  # it was closed or replaced a moment ago, and is not watched any more with the next look
         now = self._clock.now()
+        if shortage := self._shortage(name, before, probe):
+            probe = probe._replace(reason=shortage, is_full=True)
         health = before.after(probe, now, self._rules)
         is_up = health.state is HealthState.SH_UP
         watch.next_at = now + (self._interval_seconds if is_up else min(self._interval_seconds, _RETRY_SECONDS))
@@ -166,6 +183,22 @@ class Prober:
             log = _log.info if is_up else _log.warning
             log("storage_health", storage=name, state=health.state.label, reason=health.reason)
         self._durations[name].observe(probe.seconds)
+        if health.is_full:
+            self._on_full(name)
+
+    def _shortage(self, name: str, before: StorageHealth, probe: Probe) -> str:
+        """Return why a medium that answered well is full nevertheless, "" where it is not."""
+        if probe.outcome is not ProbeOutcome.ANSWERED or probe.space is None:
+            return ""
+        margin = self._margin(name, probe.space)
+        reason = margin.shortage(probe.space, was_full=before.is_full)
+        return f"storage {name} is full: {reason}" if reason else ""
+
+    def expedite(self, name: str) -> None:
+        """Probe a storage soon, since writes of engines failed there: a second after the last probe at the earliest."""
+        watch = self._watches.get(name)
+        if watch is not None and watch.probe is None:
+            watch.next_at = min(watch.next_at, watch.began_at + _RETRY_SECONDS)
 
 
 def _abandon(watch: _Watch) -> None:

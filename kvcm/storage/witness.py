@@ -5,7 +5,14 @@ dump or a replica that lagged, still names it; so does metadata of now where the
 slot is deleted, the store gets a larger deletion number and then the witness the same (`kvcm.store.numbers`): which of
 the two is older can be seen from then on.
 
-Nothing is written for files of one part: their names are never used twice.
+Nothing of that is written for files of one part: their names are never used twice.
+
+A second file has the times that managers wrote into the store (`kvcm.registry.loss_journal`): a store that is put back
+whole, with all that lies beside it, has older ones.
+
+On a full medium nothing could be deleted if the witness could not be written. So a spare file beside it is given up
+for it; without one the witness is overwritten where it is, which takes no space. A crash in that very write may leave
+one that cannot be read, and the storage is verified.
 """
 
 from __future__ import annotations
@@ -13,20 +20,25 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvcm.model.errors import StorageIOError
-from kvcm.storage.file_objects import NEW_SUFFIX, opened_folder, write_all
+from kvcm.storage.backend import is_full
+from kvcm.storage.file_objects import NEW_SUFFIX, NoFolderError, opened_folder, write_all
 from kvcm.storage.threads import StorageThreads
 from kvcm.store.numbers import DeletionNumbers, Witnessed, decode_witness, encode_witness
 
 __all__ = ["WITNESS_PREFIX", "Witness"]
 
 WITNESS_PREFIX: Final = ".kvcm-witness-"
+_TIMES_PREFIX: Final = ".kvcm-times-"
 _MOST_BYTES: Final = 1 << 20
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_OVERWRITE: Final = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SPARE_PREFIX: Final = ".kvcm-spare-"
+_SPARE_BYTES: Final = 64 << 10
 _MICROSECONDS: Final = 1_000_000
 
 
@@ -44,6 +56,8 @@ class Witness:
         self._storage = storage
         self._directory = directory
         self._name = WITNESS_PREFIX + storage
+        self._spare = _SPARE_PREFIX + storage
+        self._times = _TIMES_PREFIX + storage
         self._threads = threads
         self._now = now
         self._advancing = asyncio.Lock()
@@ -57,23 +71,67 @@ class Witness:
             NoFolderError: the deployment's directory is not there.
             OSError: the storage failed.
         """
+        content = self._read(self._name)
+        return decode_witness(content) if content is not None else None
+
+    def _read(self, name: str) -> bytes | None:
         with opened_folder(self._directory) as folder:
             try:
-                descriptor = os.open(self._name, _READ, dir_fd=folder)
+                descriptor = os.open(name, _READ, dir_fd=folder)
             except FileNotFoundError:
                 return None
             with os.fdopen(descriptor, "rb") as file:
-                return decode_witness(file.read(_MOST_BYTES))
+                return file.read(_MOST_BYTES)
+
+    def read_times(self) -> bytes | None:
+        """Return the times of the store as they were written here last, None where they were not. Blocks.
+
+        Raises:
+            NoFolderError: the deployment's directory is not there.
+            OSError: the storage failed.
+        """
+        return self._read(self._times)
+
+    def write_times(self, content: bytes) -> None:
+        """Write the times of the store. Blocks.
+
+        Raises:
+            NoFolderError: the deployment's directory is not there.
+            OSError: the storage failed.
+        """
+        with opened_folder(self._directory) as folder:
+            _replace_file(folder, self._times, content)
+
+    def keep_spare(self) -> None:
+        """Make the spare file where it is missing and the medium has space for it. Blocks."""
+        with suppress(NoFolderError, OSError), opened_folder(self._directory) as folder:
+            if not _exists(folder, self._spare):
+                try:
+                    _write_file(folder, self._spare, bytes(_SPARE_BYTES), _WRITE)
+                except OSError:
+                    os.unlink(self._spare, dir_fd=folder)  # a part of one is none
+                    raise
 
     def _write(self, witnessed: Witnessed) -> None:
+        content = encode_witness(witnessed)
         with opened_folder(self._directory) as folder:
-            descriptor = os.open(self._name + NEW_SUFFIX, _WRITE, 0o600, dir_fd=folder)
             try:
-                write_all(descriptor, encode_witness(witnessed))
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            os.replace(self._name + NEW_SUFFIX, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+                _replace_file(folder, self._name, content)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._write_on_full_medium(folder, content, error)
+
+    def _write_on_full_medium(self, folder: int, content: bytes, full: OSError) -> None:
+        for name in (self._spare, self._name + NEW_SUFFIX):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+        try:
+            _replace_file(folder, self._name, content)
+        except OSError as error:
+            if not is_full(error) or not _exists(folder, self._name):
+                raise full from error
+            _write_file(folder, self._name, content, _OVERWRITE)
 
     async def advance(self, numbers: DeletionNumbers, *, force: bool = False) -> None:
         """Give store and witness a larger number. What was marked as deleting before may be deleted now.
@@ -121,3 +179,26 @@ class Witness:
             return True
         _, running = await asyncio.wait(set(self._deletions), timeout=seconds)
         return not running
+
+
+def _replace_file(folder: int, name: str, content: bytes) -> None:
+    _write_file(folder, name + NEW_SUFFIX, content, _WRITE)
+    os.replace(name + NEW_SUFFIX, name, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _write_file(folder: int, name: str, content: bytes, flags: int) -> None:
+    descriptor = os.open(name, flags, 0o600, dir_fd=folder)
+    try:
+        write_all(descriptor, content)
+        os.ftruncate(descriptor, len(content))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -8,9 +8,22 @@ changed by compare-and-set only, so that of several managers exactly one wins an
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["PART", "UNVERIFIED", "Lease", "LeaseState", "ReadDocuments", "Replacement", "Store", "Table"]
+__all__ = [
+    "MARK_BITS",
+    "PART",
+    "UNVERIFIED",
+    "Lease",
+    "LeaseState",
+    "ReadDocuments",
+    "Replacement",
+    "Store",
+    "StoreGate",
+    "StoreHealth",
+    "Table",
+]
 
 PART = "deletions"
 """What the names of `Store.parts` begin with."""
@@ -18,6 +31,50 @@ UNVERIFIED = "unverified"
 """Table of the storages whose packed locations are to be verified before they are served."""
 ReadDocuments = Callable[[str, Sequence[str]], Awaitable[Sequence[bytes | None] | None]]
 """Returns documents of a table on one server, in order; None where that server does not have the table."""
+
+
+MARK_BITS = 64
+"""Lower bits of the version of a table that has a mark (`RedisTable`): they are random, those above count changes."""
+
+
+@dataclass(slots=True)
+class StoreGate:
+    """Why a shared store is not to be used now; read before every call, for all parts of a manager.
+
+    Attributes:
+        closed: why nothing is asked and nothing changed, "" while all is well.
+        full: why nothing new is stored, "" while all is well; what ends, renews or removes something goes on.
+    """
+
+    closed: str = ""
+    full: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreHealth:
+    """Faults of a store beside that it may not answer; nothing of a store of this manager alone.
+
+    Attributes:
+        closed: why it is not used, "" while it is.
+        evicts: that its servers drop keys, "" while they do not.
+        restorations: how often this manager put the registry back.
+        losses: how often it saw that changes were lost.
+        last_loss: the last losses and their windows of time, newest first; "" for nothing.
+        lost_at: when the newest was noticed, unix seconds.
+        new_servers: how often a server answered as a master that was not known as one.
+        evicted_keys: keys that the servers dropped.
+        missing_blocks: blocks whose bytes verifications of storages did not find.
+    """
+
+    closed: str = ""
+    evicts: str = ""
+    restorations: int = 0
+    losses: int = 0
+    last_loss: str = ""
+    lost_at: float = 0.0
+    new_servers: int = 0
+    evicted_keys: int = 0
+    missing_blocks: int = 0
 
 
 class Replacement(NamedTuple):
@@ -89,7 +146,8 @@ class Table(Protocol):
         """Return names of documents that are due at unix time `now`, the earliest first, at most so many."""
 
     async def version(self) -> int:
-        """Return a number that grows with every change of the table."""
+        """Return a number that grows with every change of the table. Of the registry it never comes again, also where
+        the store went back to an earlier state and on from there."""
 
 
 class LeaseState(NamedTuple):

@@ -372,6 +372,7 @@ class RecentAccesses:
             each.
         now: time in unix seconds.
         new_id: makes ids of 32 characters.
+        original: returns the keys of an event for those that were kept.
     """
 
     def __init__(
@@ -379,7 +380,9 @@ class RecentAccesses:
         most_keys: int,
         now: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
+        original: Callable[[Sequence[int]], Sequence[int]] = list,
     ) -> None:
+        self._original = original
         self._most_keys = most_keys
         self._now = now
         self._new_id = new_id
@@ -425,13 +428,18 @@ class RecentAccesses:
         batch: list[bytes] = []
         weight = 0
         for access in accesses:
-            batch.append(self._line(access.at, access.source, CACHE_MANAGER, access.type, _format(access)))
+            batch.append(self._line(access.at, access.source, CACHE_MANAGER, access.type, self._format(access)))
             weight += access.weight
             if weight >= _SLICE_KEYS:
                 yield b"".join(batch)
                 await asyncio.sleep(0)
                 batch, weight = [], 0
         yield b"".join(batch)
+
+    def _format(self, access: _Access) -> Mapping[str, Any]:
+        if not len(access.keys):
+            return access.fields
+        return {**access.fields, "keys": self._original(access.keys.tolist()), "tokens": []}
 
     def _summary(self, accesses: Sequence[_Access]) -> bytes:
         now = self._now()
@@ -450,9 +458,3 @@ class RecentAccesses:
     def _line(self, at: float, source: str, component: str, event_type: str, fields: Mapping[str, Any]) -> bytes:
         envelope = {"id": self._new_id(), "source": source, "component": component, "type": event_type}
         return _encode({**envelope, "trigger_time_us": int(at * 1e6), **fields}) + b"\n"
-
-
-def _format(access: _Access) -> Mapping[str, Any]:
-    if not len(access.keys):
-        return access.fields
-    return {**access.fields, "keys": access.keys.tolist(), "tokens": []}

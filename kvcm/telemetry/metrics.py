@@ -1,18 +1,23 @@
-"""The table of metrics, and the counters behind them: histograms, bounded labels, series of GetMetrics (wire.md 10.1).
+"""The table of metrics, and the counters behind them: histograms, bounded labels, measures of calls and series of
+GetMetrics (wire.md 10.1).
 
 All of them belong to the event loop's thread, and none takes a lock.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextvars import ContextVar, Token
 from enum import Enum
 from itertools import accumulate
+from types import TracebackType
 from typing import Final, NamedTuple
 
 __all__ = [
     "AGES",
+    "CALL_MEASURES",
     "DURATIONS",
     "KEYS",
     "METRICS",
@@ -22,10 +27,16 @@ __all__ = [
     "Distribution",
     "Histogram",
     "Kind",
+    "Measures",
     "Metric",
     "Reading",
     "Series",
     "Tags",
+    "close_measures",
+    "current_measures",
+    "measure",
+    "open_measures",
+    "timed",
 ]
 
 # Every metric of `GET /metrics`, with its labels. `docs/metrics.md` shows the same table.
@@ -123,7 +134,27 @@ STORE_OP: Final = _histogram(
     "store_op_duration_seconds", "Operations of the metadata store, failed ones included.", "backend", "op"
 )
 STORE_BACKLOG: Final = _gauge("store_backlog_items", "Reads of blocks that wait to be written to the metadata store.")
+STORE_LOST: Final = _gauge(
+    "store_lost_items",
+    "What repairs of damaged metadata found to be gone or doubtful: blocks, documents, changes; and verifications of "
+    "storages: blocks_without_bytes.",
+    "what",
+)
 STORE_DROPPED: Final = _counter("store_dropped", "Reads of blocks that were not recorded, the backlog being full.")
+STORE_UNSOUND: Final = _gauge(
+    "store_unsound",
+    "1 while a shared metadata store is not to be used: `closed` (it has another registry), `evicts` (it drops keys).",
+    "reason",
+)
+STORE_RESTORATIONS: Final = _counter(
+    "store_restorations", "Times that this manager put the registry back into a shared store that had lost it."
+)
+STORE_LOSSES: Final = _counter("store_losses", "Times that managers saw that the store had lost changes.")
+STORE_NEW_SERVERS: Final = _counter(
+    "store_new_servers",
+    "Times that a server answered as a master of a shared store that this manager did not know as one.",
+)
+STORE_EVICTED: Final = _counter("store_evicted_keys", "Keys that a shared store dropped by itself.")
 GROUP_USED: Final = _gauge(
     "group_used_bytes",
     "Bytes that a group uses: on each kind of storage, and in total (tier `total`).",
@@ -169,6 +200,9 @@ OPTIMIZER_BYTES_NEEDED: Final = _gauge(
     "attainable",
 )
 BACKEND_UP: Final = _gauge("backend_up", "1 while probes find the storage usable for this manager, else 0.", "backend")
+BACKEND_FULL: Final = _gauge(
+    "backend_full", "1 while the medium of a storage has no space, or too little, for this manager, else 0.", "backend"
+)
 BACKEND_PROBE: Final = _histogram("backend_probe_seconds", "Probes of storages, late ones included.", "backend")
 BACKEND_USED: Final = _gauge("backend_used_bytes", "Bytes of all groups on a storage.", "backend")
 BACKEND_CAPACITY: Final = _gauge(
@@ -292,6 +326,99 @@ class BoundedLabels:
         return name
 
 
+# Measures of one call: how much of what it did, and how long that took, under the names of GetMetrics (wire.md 10.1).
+#
+# A call opens its measures; functions below it add to them. Outside of a call, in background work, nothing is measured,
+# and adding costs one read of a context variable.
+
+Measures = dict[str, float]
+"""Amounts by name; times in µs. Others are 0."""
+
+CALL_MEASURES = (
+    "service.request_queue_size",
+    "manager.request_key_count",
+    "manager.prefix_match_len",
+    "manager.prefix_match_time_us",
+    "manager.lock_write_location_retry_times",
+    "manager.write_cache_io_cost_us",
+    "manager.filter_write_cache_time_us",
+    "manager.gen_write_location_us",
+    "manager.put_write_location_manager_us",
+    "manager.batch_get_location_time_us",
+    "manager.batch_add_location_time_us",
+    "manager.batch_update_location_time_us",
+    "meta_searcher.indexer_get_time_us",
+    "meta_searcher.indexer_read_modify_write_time_us",
+    "meta_searcher.index_serialize_time_us",
+    "meta_searcher.index_deserialize_time_us",
+    "meta_searcher.indexer_query_times",
+    "meta_indexer.query_key_count",
+    "meta_indexer.get_not_exist_key_count",
+    "meta_indexer.query_batch_num",
+    "meta_indexer.search_cache_hit_count",
+    "meta_indexer.search_cache_miss_count",
+    "meta_indexer.search_cache_hit_ratio",
+    "meta_indexer.io_data_size",
+    "meta_indexer.put_io_time_us",
+    "meta_indexer.update_io_time_us",
+    "meta_indexer.upsert_io_time_us",
+    "meta_indexer.delete_io_time_us",
+    "meta_indexer.get_io_time_us",
+    "meta_indexer.read_modify_write_put_key_count",
+    "meta_indexer.read_modify_write_update_key_count",
+    "meta_indexer.read_modify_write_skip_key_count",
+    "meta_indexer.read_modify_write_delete_key_count",
+)
+"""Gauges of the last call of an api; `docs/metrics.md` says what each is."""
+
+_current: ContextVar[Measures | None] = ContextVar("measures_of_call", default=None)
+
+
+def open_measures(measures: Measures) -> Token[Measures | None]:
+    """Let work that begins from here on add to these."""
+    return _current.set(measures)
+
+
+def close_measures(opened: Token[Measures | None]) -> None:
+    """End what `open_measures` began."""
+    _current.reset(opened)
+
+
+current_measures: Callable[[], Measures | None] = _current.get  # no frame of ours: each match asks twice
+"""Returns the measures of the call that runs here, None where none does."""
+
+
+def measure(name: str, amount: float) -> None:
+    """Add to a measure of the call that runs here, if one does."""
+    measures = _current.get()
+    if measures is not None:
+        measures[name] = measures.get(name, 0.0) + amount
+
+
+class timed:  # noqa: N801 - a context manager that reads as a verb; as a generator it would cost three times as much
+    """Add the time that the block takes to a measure of the call that runs here, if one does.
+
+    Args:
+        name: of the measure, in µs.
+    """
+
+    __slots__ = ("_begin", "_measures", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._measures = _current.get()
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter_ns() if self._measures is not None else 0
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        measures, name = self._measures, self._name
+        if measures is not None:
+            measures[name] = measures.get(name, 0.0) + (time.perf_counter_ns() - self._begin) / 1000
+
+
 Tags = tuple[tuple[str, str], ...]
 
 # Series of GetMetrics.
@@ -316,11 +443,21 @@ class ApiMetrics:
         self._series: dict[Tags, _ApiSeries] = {}
         self._instances: set[str] = set()
 
-    def declare(self, api_name: str) -> None:
-        """Make the series of an api exist before its first call."""
-        self._series.setdefault((("api_name", api_name),), _ApiSeries())
+    def declare(self, api_name: str, *, is_measured: bool = False) -> None:
+        """Make the series of an api exist before its first call, with `is_measured` those of `CALL_MEASURES`, too."""
+        series = self._series.setdefault((("api_name", api_name),), _ApiSeries())
+        if is_measured and series.measures is None:
+            series.measures = {}
 
-    def record(self, api_name: str, labels: Mapping[str, str], code: int, ok: bool, duration_us: float) -> None:
+    def record(
+        self,
+        api_name: str,
+        labels: Mapping[str, str],
+        code: int,
+        ok: bool,
+        duration_us: float,
+        measures: Measures | None = None,
+    ) -> None:
         """Count one call.
 
         Args:
@@ -329,6 +466,7 @@ class ApiMetrics:
             code: outcome code of the wire.
             ok: whether it succeeded.
             duration_us: microseconds from request to answer.
+            measures: of the call; None where it has none.
         """
         if labels and labels["instance_id"] not in self._instances:
             labels = self._bounded(labels)
@@ -340,6 +478,8 @@ class ApiMetrics:
         series.errors += not ok
         series.last_us = duration_us
         series.last_code = code
+        if measures is not None:
+            series.measures = measures
 
     def _bounded(self, labels: Mapping[str, str]) -> Mapping[str, str]:
         """Return the labels of an instance that has no series yet."""
@@ -355,12 +495,24 @@ class ApiMetrics:
             yield Series("service.error_counter", tags, api.errors)
             yield Series("service.query_rt_us", tags, float(api.last_us))
             yield Series("service.error_code", tags, float(api.last_code))
+            if api.measures is not None:
+                for name in CALL_MEASURES:
+                    yield Series(name, tags, _last(api.measures, name))
+
+
+def _last(measures: Measures, name: str) -> float:
+    if name != "meta_indexer.search_cache_hit_ratio":
+        return measures.get(name, 0.0)
+    hits = measures.get("meta_indexer.search_cache_hit_count", 0.0)
+    asked = hits + measures.get("meta_indexer.search_cache_miss_count", 0.0)
+    return 100.0 * hits / asked if asked else 0.0
 
 
 class _ApiSeries:
-    __slots__ = ("errors", "last_code", "last_us", "queries")
+    __slots__ = ("errors", "last_code", "last_us", "measures", "queries")
 
     def __init__(self) -> None:
+        self.measures: Measures | None = None
         self.queries = 0
         self.errors = 0
         self.last_us = 0.0

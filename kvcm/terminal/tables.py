@@ -252,6 +252,8 @@ def _state(status: StorageStatus) -> Text:
         state.append(", disabled", _WARN)
     elif status.is_draining:
         state.append(", draining", _WARN)
+    if status.is_full:
+        state.append(", full", _WARN)
     return state
 
 

@@ -34,6 +34,7 @@ from kvcm.index.backends.backend import Access
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.groups import GlobalQuota, MetaIndexerConfig, MetaStorageBackendConfig
+from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.model.principals import AccountRole, Role, new_key
 from kvcm.model.storages import DummyStorageSpec, StorageType
@@ -437,7 +438,8 @@ async def rig(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
 
 
 def _pin(rig: IndexRig, pin_id: str, keys: range, life: float = _LIFE) -> ExportedPin:
-    places = tuple(PinnedLocation(key, f"l{key}", _BYTES) for key in keys)
+    """A pin of blocks that have these keys here."""
+    places = tuple(PinnedLocation(unmixed_key(key), f"l{key}", _BYTES) for key in keys)
     return ExportedPin(pin_id, "i", "me", rig.clock.now() + life, places)
 
 

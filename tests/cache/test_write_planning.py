@@ -461,6 +461,18 @@ async def test_the_next_candidate_takes_the_blocks_in_the_same_call(world: World
     assert dict(world.manager.usage.bytes_on_storage("f")) == {"group": 2 * PAGE}
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_pool_that_refuses_for_lack_of_space_is_full_though_its_quota_is_not(world: World, fault: str) -> None:
+    await world.begin("p", "f")
+    notified: list[str] = []
+    world.manager.set_full_listener(notified.append)
+    await FAULTS[fault](world, "p")
+    await world.goes_to([1])
+    health = world.storages.health("p")
+    assert health is not None
+    assert (health.is_full, notified) == ((True, ["p"]) if fault == "full" else (False, []))
+
+
 async def test_a_storage_that_refused_is_asked_last_until_it_answers_a_probe(world: World) -> None:
     """A failed probe proves nothing about writes; otherwise each one would send the next write there again."""
     await world.begin("p", "f")

@@ -40,7 +40,7 @@ from kvcm.cache.write_sessions import (
 from kvcm.components import Metadata, open_metadata
 from kvcm.config import Settings
 from kvcm.model.errors import CapacityError, InvalidArgumentError, StorageIOError, UnknownInstanceError
-from kvcm.model.keys import NO_MASK, BlockMask
+from kvcm.model.keys import NO_MASK, BlockMask, mixed
 from kvcm.model.locations import BlockRecord, LocationStatus, decode_chunk
 from kvcm.model.principals import CallContext, Principal, Verb, call_context
 from kvcm.storage.directory import StorageDirectory
@@ -552,7 +552,7 @@ async def test_a_removed_block_takes_no_checksums_and_stays_removed(rig: Rig) ->
 
 # ── How they are stored ──────────────────────────────────────────────────────────────────────────────────────────────
 
-SESSION = WriteSession("s", 7, 12.5, "l", (1, -2), (True, False))
+SESSION = WriteSession("s", 7, 12.5, "l", tuple(mixed([1, -2])), (True, False))
 REPORTED = asyncio.run(checksums_of([of_both(1, MOST), of_both(2, 3)], SESSION.decision or (), ("tp0", "tp1")))
 
 

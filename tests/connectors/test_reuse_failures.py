@@ -44,6 +44,7 @@ def test_lost_blocks_are_stored_again(connect: Connect, find: Find, damage: str)
     assert (report.loaded_tokens, report.reason) == (288, "")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("missing", ["root", "cluster"])
 def test_an_unmounted_storage_keeps_its_blocks(
     new_manager: Callable[..., ManagerProcess], connect: Connect, missing: str
@@ -111,6 +112,7 @@ def test_settings_that_leave_kv_alone_may_differ(connect: Connect) -> None:
     assert connect(make_model(eos_token_id=7, use_cache=False)).registration.ok
 
 
+@pytest.mark.ci
 @pytest.mark.feature("transformers", "manager killed and restarted")
 def test_the_manager_may_die_between_turns(new_manager: Callable[..., ManagerProcess], connect: Connect) -> None:
     manager = new_manager()
@@ -132,6 +134,7 @@ def test_the_manager_may_die_between_turns(new_manager: Callable[..., ManagerPro
     assert run(reuse, ids)[1].loaded_tokens == 96
 
 
+@pytest.mark.ci
 @pytest.mark.feature("transformers", "manager absent at start")
 def test_the_manager_may_be_absent_at_the_start(
     new_manager: Callable[..., ManagerProcess], connect: Connect, closed_port: int, black_hole: int

@@ -252,7 +252,8 @@ def empty_pool(engine: TierEngine) -> None:
     engine.host.allocator.free(engine.host.allocator.alloc(engine.host.allocator.available))
 
 
-def test_no_call_waits_for_a_manager_that_says_nothing(black_hole: int, new_engine: NewEngine) -> None:
+def test_no_call_waits_for_a_manager_that_says_nothing(new_engine: NewEngine, black_hole: int) -> None:
+    """The listener, requested last, ends before the engine, whose end would wait `call_seconds` for an answer."""
     settings = TierSettings(register_seconds=0.1, call_seconds=30.0, shutdown_seconds=0.5)
     engine = new_engine(f"127.0.0.1:{black_hole}", settings=settings)
     begun = time.monotonic()

@@ -37,6 +37,7 @@ from thoroughness import examples
 
 import kvcm.storage.file_slots
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import unmixed_key
 from kvcm.model.storages import StorageType
 from kvcm.model.uri import LocationUri, path_component
 from kvcm.storage.backend import Allocation, StorageBackend, StoredObject, object_name, owner_of
@@ -89,7 +90,7 @@ def check_packing(kind: Kind, what: Allocation, places: list[LocationUri]) -> No
         assert location_id == what.location_id
         logical, underscore, packed = stem.partition("_")
         count, _, digest = packed.partition("x")
-        assert logical == hex_of(first.key)
+        assert logical == hex_of(unmixed_key(first.key))
         assert count == (str(len(chunk)) if len(chunk) > 1 else ""), "names have the slot count, for the last deletion"
         assert bool(underscore) == (len(chunk) > 1)
         assert len(digest) == (16 if len(chunk) > 1 else 0), "a 64-bit hash in hex"

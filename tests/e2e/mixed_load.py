@@ -296,9 +296,14 @@ def bytes_stored(uri: str) -> bytes:
     return b""
 
 
+def lacking_bytes(served: Mapping[Block, str]) -> dict[Block, str]:
+    """Return those whose bytes are not those that were written."""
+    return {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
+
+
 def without_bytes(served: Mapping[Block, str]) -> list[str]:
     """Return the served blocks whose bytes are not those that were written."""
-    wrong = {block: uri for block, uri in served.items() if bytes_stored(uri) != bytes_of(uri)}
+    wrong = lacking_bytes(served)
     return [f"{block} is served without the bytes that were written to {uri}" for block, uri in wrong.items()]
 
 

@@ -18,7 +18,7 @@ from random import Random
 
 from key_history import Block, History, Outcome, Removal
 from manager_site import BLOCK_BYTES, GroupPlan, Manager, Site, Wire, managers_on
-from mixed_load import Load, finish_later, metas_of, served_blocks, without_bytes
+from mixed_load import Load, finish_later, lacking_bytes, metas_of, served_blocks, without_bytes
 from reclaim_site import remaining_bytes, until, usage_of, write
 from store_audit import audit_store, verified
 
@@ -142,10 +142,10 @@ class EvictionRig:
         begin = time.monotonic()
         totals = [await usage_of(wire, group.name) for group in self.site.groups]
         self.report.left_deleting += any(total.deleting_bytes for total in totals)
-        served = await served_blocks(wire, load)
-        if without_bytes(served):  # unless they were evicted between the answer and the look
-            served = dict(served.items() & (await served_blocks(wire, load)).items())
-        wrong = [f"at once: {text}" for text in without_bytes(served)]
+        lacking = lacking_bytes(await served_blocks(wire, load))
+        if lacking:  # unless they were evicted between the answer and the look: then they are served no more
+            lacking = dict(lacking.items() & (await served_blocks(wire, load)).items())
+        wrong = [f"at once: {text}" for text in without_bytes(lacking)]
         wrong += await finish_later(load, wire, self.random)
         wrong += await self._quiet(load, wire, begin)
         served = await served_blocks(wire, load)
@@ -263,7 +263,7 @@ def _slots_left(path: str) -> Iterator[Slot]:
 def judge_files(roots: list[Path], served: dict[Block, str]) -> set[str]:
     """Return the files below directories that no served block lies in."""
     known = set(map(_path, served.values()))
-    found = (path for root in roots for path in root.rglob("*") if path.is_file() and ".kvcm-witness" not in path.name)
+    found = (path for root in roots for path in root.rglob("*") if path.is_file() and ".kvcm-" not in path.name)
     return {str(path).removesuffix(".deleted") for path in found} - known
 
 

@@ -23,6 +23,7 @@ from kvcm.config import Settings, load_settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.model.clock import SystemClock
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.keys import mixed, unmixed_key
 from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey, decode_chunk
 from kvcm.model.uri import LocationUri
 from kvcm.registry.registry import Registry
@@ -87,9 +88,9 @@ class StoreAudit:
         records = [record for record in await backend.get_many(keys) if record is not None]
         for key, record in zip(keys, await backend.get_many(keys), strict=True):
             if record is None:
-                self.wrong.append(f"{where}: {key} is listed and has no record")
+                self.wrong.append(f"{where}: {unmixed_key(key)} is listed and has no record")
             else:
-                self._record(f"{where}/{key}", record, used, deleting)
+                self._record(f"{where}/{unmixed_key(key)}", record, used, deleting)
         await self._pending(where, backend, keys)
         if kept_count != len(records):
             self.wrong.append(f"{where}: {kept_count} keys counted, {len(records)} records")
@@ -180,7 +181,7 @@ async def records_left(values: dict[str, str], instance_id: str, keys: Sequence[
     """Return how many of the blocks of an instance have a record, in any status."""
     async with _opened(values) as (metadata, registry):
         backend = metadata.new_backend(registry.instances.placement(instance_id))
-        return sum(record is not None for record in await backend.get_many(keys))
+        return sum(record is not None for record in await backend.get_many(mixed(keys)))
 
 
 async def audit_store(values: dict[str, str], *, capacities: dict[str, int] | None = None) -> StoreAudit:
@@ -272,5 +273,5 @@ def _verify(manager_options: Sequence[str], environment: Mapping[str, str] | Non
 
 def orphan_files(root: Path, audit: StoreAudit) -> list[Path]:
     """Return the files below a storage's directory that no record refers to."""
-    files = (path for path in root.rglob("*") if path.is_file() and ".kvcm-witness" not in path.name)
+    files = (path for path in root.rglob("*") if path.is_file() and ".kvcm-" not in path.name)
     return [path for path in files if str(path).removesuffix(".deleted") not in audit.paths]

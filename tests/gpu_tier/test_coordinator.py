@@ -213,6 +213,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", REFUSED)
 def test_every_allocation_may_be_refused_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     has_prefix = name in ("oracle", "quest", "quest device", *BLOCKS)

@@ -116,6 +116,7 @@ INTERPRETED: dict[str, tuple[Shape, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", INTERPRETED)
 def test_triton_decodes_what_the_reference_does(case: str) -> None:
     shape, config = INTERPRETED[case]

@@ -182,7 +182,7 @@ def represented(algorithm: str, name: str, **changes: Any) -> SparseConfig:
 
 
 @pytest.mark.parametrize("algorithm", sorted(REPRESENTED))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     name=st.sampled_from(sorted(MODELS)),
     actions=st.lists(ACTIONS, min_size=5, max_size=12),

@@ -190,6 +190,7 @@ def rig_of(storage: MemoryStorage, model: str, algorithm: str, **options: Any) -
 MODELS_OF = [("llama", "quest"), ("llama", "oracle"), ("latent", "dsa")]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "algorithm", "options"),
     [
@@ -423,6 +424,7 @@ def counted(rig: Rig) -> tuple[int, int]:
     return algorithm.built // LAYERS, algorithm.imported // LAYERS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("algorithm", "page", "taken_over"),
     [

@@ -15,10 +15,11 @@ from thoroughness import examples
 from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.change_events import ChangeEvents
-from kvcm.index.locking import ShardLocks, plan_sub_batches, shard_of, uninterrupted
+from kvcm.index.locking import ShardLocks, plan_sub_batches, shard_of, shards_of, uninterrupted
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
+from kvcm.model.keys import mixed, mixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.telemetry.events import EventLog
@@ -282,9 +283,16 @@ def test_sub_batches_hold_every_key_once_by_whole_shards_ascending(
     shards = [shard for batch in batches for shard in batch.shards]
     assert shards == sorted(set(shards)), "ascending within a batch and between batches, hence disjoint"
     for batch in batches:
-        assert {shard_of(key, shard_count) for key in batch.keys} == set(batch.shards)
+        assert set(shards_of(batch.keys, shard_count)) == set(batch.shards)
     assert all(len(batch.keys) >= batch_key_size for batch in batches[:-1])
     assert all(batch.keys for batch in batches)
+
+
+@FIXED
+@given(keys=KEYS, shard_count=SHARD_COUNTS)
+def test_the_shard_of_a_mixed_key_is_that_of_the_key_in_the_store(keys: list[int], shard_count: int) -> None:
+    """Else another manager, or this one after a start, would look for it elsewhere."""
+    assert shards_of(mixed(keys), shard_count) == [shard_of(key, shard_count) for key in keys]
 
 
 @FIXED
@@ -292,7 +300,7 @@ def test_sub_batches_hold_every_key_once_by_whole_shards_ascending(
 def test_a_batch_is_no_larger_than_it_must_be(keys: list[int], batch_key_size: int) -> None:
     """Without its last shard a batch would be below the size that was asked for."""
     for batch in plan_sub_batches(keys, 16, batch_key_size):
-        without_last = [key for key in batch.keys if shard_of(key, 16) != batch.shards[-1]]
+        without_last = [shard for shard in shards_of(batch.keys, 16) if shard != batch.shards[-1]]
         assert len(without_last) < batch_key_size
 
 
@@ -417,10 +425,17 @@ def placed(*places: tuple[str, str, LocationStatus]) -> BlockRecord:
 
 
 CHANGES = [
-    Change(1, placed(("x", "a", SERVING), ("y", "b", SERVING)), placed(("x", "a", DELETING), ("y", "b", DELETING))),
-    Change(2, placed(("x", "a", SERVING), ("z", "a", DELETING)), placed(("x", "a", DELETING), ("z", "a", DELETING))),
-    Change(3, placed(("x", "a", WRITING)), placed(("x", "a", SERVING))),
-    Change(4, None, None),
+    Change(key, old, new)
+    for key, (old, new) in zip(
+        mixed([1, 2, 3, 4]),
+        [
+            (placed(("x", "a", SERVING), ("y", "b", SERVING)), placed(("x", "a", DELETING), ("y", "b", DELETING))),
+            (placed(("x", "a", SERVING), ("z", "a", DELETING)), placed(("x", "a", DELETING), ("z", "a", DELETING))),
+            (placed(("x", "a", WRITING)), placed(("x", "a", SERVING))),
+            (None, None),
+        ],
+        strict=True,
+    )
 ]
 
 
@@ -442,7 +457,7 @@ async def test_there_is_one_event_per_storage_with_the_marked_locations() -> Non
 
 
 async def test_forgotten_locations_are_reported_unless_they_were_before() -> None:
-    changes = [Change(1, placed(("x", "a", SERVING), ("z", "a", DELETING)), None)]
+    changes = [Change(mixed_key(1), placed(("x", "a", SERVING), ("z", "a", DELETING)), None)]
     (event,) = await published(lambda events: events.removed(INSTANCE, changes, "TrimCache"))
     assert (event["keys"], event["location_ids"]) == ([1], [["x"]])
 

@@ -15,6 +15,7 @@ from kvcm.index.codec import (
     encode_record,
 )
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 
@@ -45,7 +46,7 @@ RECORDS = st.builds(
 
 CHUNK = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("tp0", "file://nfs/a")])
 PLACE = Location("ab", "nfs", StorageType.ST_NFS, LocationStatus.WRITING, ("tp0",), CHUNK, 300, 1.5, "session", 2.0)
-RECORD = BlockRecord(-1, 3, (PLACE,))
+RECORD = BlockRecord(mixed_key(-1), 3, (PLACE,))
 
 
 @settings(deadline=None)
@@ -91,7 +92,7 @@ def test_the_format_is_the_one_that_is_on_disks() -> None:
 def test_priority_and_pin_follow_where_there_is_one() -> None:
     """What has neither is written as it was before there were any, and read the same."""
     (plain, pinned, preferred) = (
-        encode_payload(BlockRecord(-1, 3, (place,)))
+        encode_payload(RECORD._replace(locations=(place,)))
         for place in (PLACE, PLACE._replace(pinned_until=2.5), PLACE._replace(priority=-7))
     )
     end = b"\xcb\x40" + bytes(7)  # the deadline

@@ -14,6 +14,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from index_rig import TableView
 from redis_servers import Standalone, standalone
 from thoroughness import examples
 from waiting import until
@@ -21,12 +22,15 @@ from waiting import until
 from kvcm.index.backends.backend import Access, Change, Sum
 from kvcm.index.backends.redis import BlockKeys, RedisBackend, ShardKeys, SharedSums
 from kvcm.index.codec import decode_record
+from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed_key, pack_keys
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient, Script, ScriptCall
 from kvcm.store.redis.store import RedisLease, RedisTable
 from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.telemetry.metrics import close_measures, open_measures
 
 SERVING = Location("a", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 1700000000.9)
 WRITING = SERVING._replace(id="w", status=LocationStatus.WRITING, session_id="s", deadline=1700000030.125)
@@ -36,7 +40,9 @@ LATE = SERVING._replace(id="t", deadline=1700000090.0)
 
 
 def key_bytes(key: int) -> bytes:
-    return key.to_bytes(8, "big", signed=True)
+    """What Redis holds for a mixed key."""
+    (packed,) = pack_keys((key,))
+    return packed
 
 
 def record(parent: int | None = None, *locations: Location) -> BlockRecord:
@@ -146,7 +152,7 @@ async def test_all_keys_of_a_shard_agree_after_conflicting_batches(
 
 async def test_keys_have_the_documented_names(client: RedisClient) -> None:
     backend = RedisBackend(client, 7, 1)
-    await apply(backend, {-5: record(12, SERVING, WRITING, OTHER, GOING)})
+    await apply(backend, {mixed_key(-5): record(mixed_key(12), SERVING, WRITING, OTHER, GOING)})
     prefix, key = client.prefix.encode(), b"\xff" * 7 + b"\xfb"
     assert (await ask(client, "GET", prefix + b":b{7.0}" + key))[:1] == b"\x01"
     assert await ask(client, "ZRANGE", prefix + b":z{7.0}", 0, -1, "WITHSCORES") == [key, b"1700000000"]
@@ -507,6 +513,28 @@ async def test_sums_of_a_real_store_agree_after_writes_and_questions_that_overla
         assert backend.key_count == len(known)
 
 
+async def test_a_change_that_another_manager_was_faster_with_is_counted_as_a_retry(client: RedisClient) -> None:
+    indexes = [MetaIndex(RedisBackend(client, 7, 1), TableView(), shard_count=1) for _ in range(2)]
+    await indexes[0].put({1: record()})
+    measures: dict[str, float] = {}
+    opened = open_measures(measures)
+    try:
+        for _ in range(50):
+            grown = [index.read_modify_write([1], _deeper) for index in indexes]
+            await asyncio.gather(*grown)
+    finally:
+        close_measures(opened)
+    (stored_now,) = await indexes[0].get([1])
+    assert stored_now is not None
+    assert stored_now.depth == 100
+    assert 1 <= measures["manager.lock_write_location_retry_times"] <= 50
+
+
+def _deeper(_key: int, old: BlockRecord | None) -> BlockRecord | None:
+    assert old is not None
+    return old._replace(depth=old.depth + 1)
+
+
 async def test_a_call_that_changes_nothing_leaves_nothing_in_the_store(client: RedisClient) -> None:
     backend = RedisBackend(client, 7, 1)
     await backend.write_many([Change(1, None, record())])
@@ -576,7 +604,7 @@ KEYS = BlockKeys("a.b(")
 def test_a_name_is_taken_apart(uid: int, shard: int, key: int) -> None:
     name = f"a.b(:b{{{uid}.{shard}}}".encode() + key.to_bytes(8, "big", signed=True)
     assert name.startswith(KEYS.prefix)
-    assert KEYS.parse(name) == (uid, key)
+    assert KEYS.parse(name) == (uid, mixed_key(key))
 
 
 FOREIGN = (

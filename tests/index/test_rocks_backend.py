@@ -16,6 +16,7 @@ from kvcm.index.backends.backend import Access, Change, UniformRun
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.rocks import RocksStore
@@ -251,7 +252,7 @@ async def test_a_row_that_cannot_be_read_stops_the_start_and_is_named(
 ) -> None:
     store, index = opened(tmp_path)
     record = BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),))
-    await write(index.backend(5), {8: record, 9: record})
+    await write(index.backend(5), {mixed_key(8): record, mixed_key(9): record})
     store.log.append([(key, value)])
     await store.close()
     with pytest.raises(StorageIOError, match=f"{tmp_path}: {named}.*kvcm index verify"):

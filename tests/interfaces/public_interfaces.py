@@ -197,11 +197,13 @@ _EXAMPLES: Final[dict[Any, Callable[[str], Any]]] = {
 
 def _block_documents() -> dict[str, str]:
     from kvcm.index import codec
+    from kvcm.model.keys import mixed_key
     from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, encode_chunk
     from kvcm.model.storages import StorageType
 
     def record(location: Location) -> str:
-        return codec.encode_payload(BlockRecord(None if location.priority else -5, 3, (location,))).hex()
+        parent = None if location.priority else mixed_key(-5)
+        return codec.encode_payload(BlockRecord(parent, 3, (location,))).hex()
 
     chunk = encode_chunk(StorageType.ST_NFS, 4096, [SpecUri("kv", "file://disk/a?size=4096", 1), SpecUri("s", "b", 2)])
     locations = {status: _example(Location)._replace(status=status, chunk=chunk) for status in LocationStatus}
@@ -214,11 +216,13 @@ def _other_documents() -> dict[str, str]:
     from kvcm.cache.pins import Pin, PinnedLocation, PinnedLocations
     from kvcm.cache.read_leases import ReadLease
     from kvcm.cache.write_sessions import Checksums, EndedSession, FinishedWrite, WriteSession
+    from kvcm.model.keys import mixed
     from kvcm.storage.mempool import PoolChunk, PoolState
 
-    session = WriteSession("id", 7, 12.5, "place", (1, -2, 3))
+    keys = one, other, _ = mixed((1, -2, 3))
+    session = WriteSession("id", 7, 12.5, "place", tuple(keys))
     checked = dataclasses.replace(session, decision=(True, False, True), checksums=Checksums(("kv",), b"12345678" * 3))
-    pinned = PinnedLocations.of([PinnedLocation(1, "a", 10), PinnedLocation(-2, "b", 20)])
+    pinned = PinnedLocations.of([PinnedLocation(one, "a", 10), PinnedLocation(other, "b", 20)])
     values = {
         "session": session,
         "session, hinted": dataclasses.replace(session, priority=2, keep_until=99.5),
@@ -226,7 +230,7 @@ def _other_documents() -> dict[str, str]:
         "session, owned": dataclasses.replace(checked, starter="engine"),
         "session, ended": EndedSession(7, "engine", (True, False, True), FinishedWrite(2, 1, 0)),
         "session, ended, a prefix": EndedSession(7, "", (True, True, False), FinishedWrite(2, 1, 0)),
-        "read lease": ReadLease("id", 7, 12.5, ((7, 1, "a"), (7, -2, "b"))),
+        "read lease": ReadLease("id", 7, 12.5, ((7, one, "a"), (7, other, "b"))),
         "pin": Pin("id", 7, "group", "owner", 12.5, pinned),
         "state of a memory pool": PoolState(2, 3, 12.5, 4000, 1),
         "chunk of a memory pool": PoolChunk(1 << 21, 9, 1 << 19, np.array([4, 0, 9], np.uint64), 1 << 20),

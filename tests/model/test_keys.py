@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from array import array
 from collections.abc import Sequence
 from ctypes import c_int64, c_uint64
 
@@ -10,7 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
-from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens, key_hex
+from kvcm.model.keys import (
+    NO_MASK,
+    BlockMask,
+    block_keys_from_tokens,
+    key_hex,
+    mixed,
+    mixed_key,
+    pack_keys,
+    unmixed,
+    unmixed_key,
+    unpack_keys,
+)
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
@@ -72,6 +87,82 @@ def test_a_key_depends_on_the_whole_prefix_and_on_nothing_behind_it(tokens: list
 )
 def test_hex_is_that_of_the_unsigned_value(key: int, text: str) -> None:
     assert key_hex(key) == text
+
+
+# ── Mixed keys ──
+
+
+EXTREMES = [-(2**63), -(2**63) + 1, -(2**32), -256, -1, 0, 1, 255, 256, 2**32, 2**62, 2**63 - 2, 2**63 - 1]
+ANY_KEYS = st.lists(INT64 | st.sampled_from(EXTREMES), max_size=9)  # few keys are plain numbers, more are an array
+LENGTHS = [*range(9), 100, 1000]
+
+
+def plain_keys(count: int) -> list[int]:
+    """Different keys, extremes first."""
+    keys = [*EXTREMES, *(number * 0x9E3779B97F4A7C15 % 2**64 - 2**63 for number in range(1, count))]
+    return keys[:count]
+
+
+@FIXED
+@given(keys=ANY_KEYS)
+def test_mixed_keys_are_keys_again_and_unmixed_to_the_same(keys: list[int]) -> None:
+    found = mixed(keys)
+    assert all(-(2**63) <= key < 2**63 for key in found)
+    assert all(type(key) is int for key in (*found, *unmixed(found)))
+    assert unmixed(found) == keys
+    assert mixed(unmixed(keys)) == keys
+
+
+@FIXED
+@given(keys=ANY_KEYS)
+def test_many_keys_are_mixed_as_each_of_them(keys: list[int]) -> None:
+    assert mixed(keys) == [mixed_key(key) for key in keys]
+    assert unmixed(keys) == [unmixed_key(key) for key in keys]
+    assert [unmixed_key(mixed_key(key)) for key in keys] == keys
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+@pytest.mark.parametrize("form", [list, tuple, lambda keys: array("q", keys)])
+def test_any_number_of_keys_in_any_sequence_is_mixed(count: int, form: type[Sequence[int]]) -> None:
+    keys = plain_keys(count)
+    given_keys = form(keys)
+    found = mixed(given_keys)
+    assert found == [mixed_key(key) for key in keys]
+    assert len(set(found)) == count
+    assert unmixed(form(found)) == keys
+    assert list(given_keys) == keys, "what was given is as it was"
+
+
+def test_different_keys_stay_different() -> None:
+    """Also those that share all bytes but one."""
+    keys = {byte << shift for shift in range(0, 64, 8) for byte in range(256)}
+    signed = [key - 2**64 if key >> 63 else key for key in keys]
+    assert len(set(mixed(signed))) == len(keys) == 1 + 8 * 255
+
+
+@FIXED
+@given(keys=ANY_KEYS)
+def test_stores_hold_the_plain_keys_in_big_endian(keys: list[int]) -> None:
+    packed = pack_keys(mixed(keys))
+    assert list(packed) == [key.to_bytes(8, "big", signed=True) for key in keys]
+    assert unpack_keys(packed) == mixed(keys)
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_any_number_of_keys_is_packed(count: int) -> None:
+    keys = plain_keys(count)
+    packed = pack_keys(mixed(keys))
+    assert list(packed) == [key.to_bytes(8, "big", signed=True) for key in keys]
+    assert unpack_keys(iter(packed)) == mixed(keys)
+
+
+def test_every_process_mixes_with_secrets_of_its_own() -> None:
+    keys = list(range(1, 101))  # zero stays zero everywhere
+    code = "import json; from kvcm.model.keys import mixed, unmixed; found = mixed(range(1, 101))"
+    words = [sys.executable, "-c", f"{code}; print(json.dumps([found, unmixed(found)]))"]
+    one, other = (json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout) for _ in range(2))
+    assert one[1] == other[1] == keys
+    assert len({*one[0], *other[0], *mixed(keys)}) == 300
 
 
 # ── Block masks ──

@@ -22,6 +22,7 @@ from kvcm.connectors.transfer.engine import TransferEngine
 from kvcm.connectors.transfer.mooncake import MooncakeSettings
 from kvcm.connectors.transfer.mover import TransferItem, TransferResult
 from kvcm.model.clock import SystemClock
+from kvcm.model.keys import mixed
 from kvcm.model.mooncake import MooncakeClient, open_client
 from kvcm.model.storages import MooncakeStorageSpec, StorageConfig
 from kvcm.model.uri import LocationUri
@@ -67,7 +68,7 @@ class Participant:
         self.storage = MooncakeStorage.open(self.config, cluster_id)
 
     def allocate(self, keys: list[int], size_bytes: int, location_id: str, instance_id: str = "in/st") -> list[str]:
-        parts = [Part("tp0", key, size_bytes) for key in keys]
+        parts = [Part("tp0", key, size_bytes) for key in mixed(keys)]
         return asyncio.run(self.storage.allocate(Allocation(instance_id, location_id, parts)))
 
     def delete(self, uris: list[str]) -> list[str | None]:

@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import recordings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from manager_core import Core
 from thoroughness import examples
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "reclaim"))
-from manager_rig import ManagerRig
-
-from kvcm.cache.write_sessions import WriteRequest
 from kvcm.model import groups
-from kvcm.model.errors import CapacityError
-from kvcm.model.keys import BlockMask
-from kvcm.model.storages import DummyStorageSpec, StorageConfig
-from kvcm.optimizer.live.recording import Lookup, Recording, read_recording
+from kvcm.optimizer.live.recording import Lookup
 from kvcm.optimizer.live.rehearsal import UNLIMITED_BYTES, rehearse, unlimited
 
 BLOCK_BYTES = 100
 SIZES = {"g-a": BLOCK_BYTES, "g-b": 2 * BLOCK_BYTES}
-POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
+POLICIES = ("leaf_lru", "lru", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo")
 
 
 def group_of(
@@ -43,63 +34,6 @@ def group_of(
     )
     quota = groups.InstanceGroupQuota(blocks * BLOCK_BYTES)
     return groups.InstanceGroup("g", ("dummy",), "g", 10, quota, groups.CacheConfig(strategy))
-
-
-class Core:
-    """The manager's core, and the recording of its calls."""
-
-    def __init__(self, group: groups.InstanceGroup, sizes: dict[str, int]) -> None:
-        self.rig = ManagerRig([StorageConfig("dummy", DummyStorageSpec())], [group], sizes)
-        self.events: list[dict[str, Any]] = []
-        self.drain_at = 0.0
-
-    def recording(self) -> Recording:
-        recent = {"type": "recent", "from_us": 0, "until_us": int(self.rig.clock.now() * 1e6), "most_keys": 1}
-        return read_recording(json.dumps(event).encode() for event in (recent, *self.events))
-
-    async def advance(self, at: float) -> None:
-        """Let time pass; once a second reads are recorded, and blocks that are too old go."""
-        if not self.events:
-            self.drain_at = at + 1.0
-        if at >= self.drain_at:
-            self.rig.clock.time = self.drain_at
-            await self.rig.manager.accesses.drain()
-            self.rig.clock.time = at
-            await self.rig.settle()
-            await self.rig.executor.run_due()
-            self.drain_at = at - (at - self.drain_at) % 1.0 + 1.0
-        self.rig.clock.time = at
-
-    def record(self, instance: str, kind: str, **fields: Any) -> None:
-        at = {"source": instance, "type": kind, "trigger_time_us": int(self.rig.clock.now() * 1e6)}
-        self.events.append({**at, **fields})
-
-    async def read(self, instance: str, keys: list[int]) -> None:
-        hits = await self.rig.read(instance, keys)
-        self.record(instance, "GetCacheLocation", keys=keys, query_type="prefix_match", hit_keys=hits)
-
-    async def write(self, instance: str, keys: list[int], failing: int) -> None:
-        """Write blocks; `failing` of the last ones are not written after all."""
-        manager = self.rig.manager
-        record = partial(self.record, instance, "StartWriteCache", keys=keys)
-        try:
-            started = await manager.start_write(manager.cache(instance), WriteRequest(keys))
-        except CapacityError:
-            record(write_session_id="", block_mask=len(keys), refused_keys=len(keys))
-            await self.evict()
-            return
-        mask, name = started.mask, started.session.id
-        shown = mask.offset if mask.offset is not None else list(mask.flags or ())
-        record(write_session_id=name, block_mask=shown, refused_keys=started.rejected)
-        await self.evict()
-        written = max(0, len(started.chunks) - failing)
-        await manager.finish_write(manager.cache(instance), name, BlockMask(offset=written))
-        self.record(instance, "FinishWriteCache", write_session_id=name, success_block=written)
-        await self.evict()
-
-    async def evict(self) -> None:
-        await self.rig.settle()
-        await self.rig.executor.run_due()
 
 
 def path(*steps: int) -> list[int]:

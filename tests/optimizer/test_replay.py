@@ -25,7 +25,9 @@ def test_prefix_hits_of_the_hand_sized_trace(run, policy: str, hits: tuple[int, 
     assert tuple(run(HAND, spec, each).hits.prefix_blocks for each in (4, 5, 6, 8)) == hits
 
 
-WITHOUT_AGE = parse_policies("lru,leaf_lru,belady,belady:forced,lfu,fifo,sieve,s3fifo,s3fifo:warmup,random_lru")
+WITHOUT_AGE = parse_policies(
+    "lru,leaf_lru,belady,belady:forced,lfu,lfu_aging,fifo,sieve,s3fifo,s3fifo:warmup,random_lru"
+)
 MODES: tuple[Mode, ...] = ("block", "request")
 
 
@@ -134,7 +136,7 @@ def test_prompts_too_short_for_a_block_count_in_the_token_total() -> None:
 
 
 SPECS = (
-    *parse_policies("lru,leaf_lru,belady,belady:forced,lfu,fifo,sieve,s3fifo,s3fifo:warmup,random_lru"),
+    *parse_policies("lru,leaf_lru,belady,belady:forced,lfu,lfu_aging,fifo,sieve,s3fifo,s3fifo:warmup,random_lru"),
     *parse_policies("random_lru:sample=1:seed=7,ttl:seconds=2,ttl:seconds=2:fixed,ttl:seconds=0.5"),
 )
 TRACES = prefix_traces() | prefix_traces(separate=True) | flat_traces() | flat_traces(separate=True)

@@ -1,5 +1,6 @@
 """A manager's core without servers: real registry, storages, executor and CacheManager; time and ids are injected."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,8 @@ class World:
     ) -> None:
         self.clock = FakeClock()
         self.storages = StorageDirectory(CLUSTER, openers={**OPENERS, **new_openers(self.clock)})
-        self.registry = Registry(self.storages)
+        uids = itertools.count()
+        self.registry = Registry(self.storages, draw=lambda _: next(uids))
         self.executor = DeletionExecutor(self.storages, self.clock)
         events = new_events(self.clock)
         self.manager = CacheManager(

@@ -29,11 +29,7 @@ class Block:
     read_at: int
 
 
-MODELS = {
-    **{name: ORDERS[name] for name in ("fifo", "leaf_lru", "lru", "s3fifo", "sieve")},
-    "lfu": ORDERS["lfu ageing"],
-}
-MODELS["ttl"] = MODELS["fifo"]
+MODELS = {**ORDERS, "ttl": ORDERS["fifo"]}
 
 
 class Model:
@@ -49,7 +45,7 @@ class Model:
 
     def __init__(self, policy: str) -> None:
         self.blocks: dict[int, Block] = {}
-        self._moves = policy in {"lru", "leaf_lru", "lfu"}
+        self._moves = policy in {"lru", "leaf_lru", "lfu", "lfu_aging"}
         self.order = MODELS[policy](self.is_leaf)
 
     def children(self, key: int) -> list[int]:

@@ -294,7 +294,7 @@ MODELS: dict[str, Callable[[Callable[[int], bool]], PolicyModel]] = {
     "fifo": FifoModel,
     "leaf_lru": LeafLruModel,
     "lfu": LfuModel,
-    "lfu ageing": AgeingLfuModel,
+    "lfu_aging": AgeingLfuModel,
     "lru": LruModel,
     "s3fifo": S3FifoModel,
     "sieve": SieveModel,

@@ -29,7 +29,7 @@ SIZES = {"g-a": 10, "g-b": 16, "h-a": 10}
 STORAGES = ("slow", "pool")
 Records = dict[str, dict[int, BlockRecord]]  # by instance and key
 
-POLICIES = ("fifo", "leaf_lru", "lfu", "lru", "s3fifo", "sieve", "ttl")
+POLICIES = ("fifo", "leaf_lru", "lfu", "lfu_aging", "lru", "s3fifo", "sieve", "ttl")
 
 EXAMPLES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

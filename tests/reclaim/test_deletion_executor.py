@@ -20,6 +20,7 @@ from kvcm.index.backends.backend import Change, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed
 from kvcm.model.locations import Location, LocationStatus
 from kvcm.reclaim.deletion_executor import Backlog, StorageWorkers
 
@@ -673,10 +674,11 @@ async def test_it_stays_readable_for_the_delay_and_is_deleted_then(rig: Rig) -> 
 
 async def test_it_is_reported_once_per_storage(rig: Rig) -> None:
     listener = rig.events.subscribe()
-    for key in (1, -2):
+    first, second, third, pinned = mixed([1, -2, 3, 4])
+    for key in (first, second):
         await rig.block(key, status=LocationStatus.SERVING, after_seconds=10)
-    await rig.block(3, "b", status=LocationStatus.SERVING, after_seconds=10)
-    await rig.block(4, "b", status=LocationStatus.SERVING, after_seconds=10, pinned_seconds=50)
+    await rig.block(third, "b", status=LocationStatus.SERVING, after_seconds=10)
+    await rig.block(pinned, "b", status=LocationStatus.SERVING, after_seconds=10, pinned_seconds=50)
     await rig.run_due(after=10)
     await rig.events.close()
     events = [json.loads(line) for line in b"".join(listener.pop_pending()).splitlines()]

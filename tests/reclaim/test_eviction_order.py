@@ -231,6 +231,7 @@ RANKS: Mapping[str, Callable[[Access], tuple[float, ...]]] = {
     "fifo": lambda access: (access.at,),
     "leaf_lru": lambda access: (access.at,),
     "lfu": lambda access: (access.reads, access.at),
+    "lfu_aging": lambda access: (access.reads, access.at),
     "lru": lambda access: (access.at,),
     "s3fifo": lambda access: (access.reads >= 2, access.at),
     "sieve": lambda access: (access.reads > 0, access.at),
@@ -409,7 +410,7 @@ async def hot_blocks_after_a_flood(policy: str, backends: Rig) -> int:
     return len((await rig.manager.match(rig.manager.cache("g-i"), rig.prefix(HOT), peek=True)).keys)
 
 
-FLOODS = [("memory", policy, len(HOT)) for policy in ("leaf_lru", "lfu", "lru", "s3fifo", "sieve")]
+FLOODS = [("memory", policy, len(HOT)) for policy in ("leaf_lru", "lfu", "lfu_aging", "lru", "s3fifo", "sieve")]
 
 
 @pytest.mark.parametrize(

@@ -514,7 +514,7 @@ async def test_priorities_of_writer_and_class_add_up() -> None:
 # Pins.
 
 
-@pytest.mark.parametrize("policy", ["leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo"])
+@pytest.mark.parametrize("policy", ["leaf_lru", "lru", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo"])
 async def test_pinned_blocks_stay_under_any_pressure_and_go_afterwards(policy: str) -> None:
     """Invariant 7 holds around it: the reclaimer does not evict the prefix of a pinned block."""
     strategy = {"policy": EvictionPolicy(policy)}
@@ -564,7 +564,9 @@ async def test_all_pinned_leaves_the_mark_crossed_and_says_so() -> None:
 
 KV, STATE = 10, 30
 CHAIN = list(range(1, 9))
-ALL_POLICIES = pytest.mark.parametrize("policy", ["leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo", "ttl"])
+ALL_POLICIES = pytest.mark.parametrize(
+    "policy", ["leaf_lru", "lru", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo", "ttl"]
+)
 
 
 def hybrid(name: str = "i") -> Instance:

@@ -178,10 +178,11 @@ class Node:
     table: Outage
     leads: bool = False
     woken: int = 0
+    full: list[str] = field(default_factory=list)
     wakes: WakeBroadcast = field(init=False)
 
     def __post_init__(self) -> None:
-        self.wakes = WakeBroadcast(self.table, self._wake, lambda: self.leads)
+        self.wakes = WakeBroadcast(self.table, self._wake, lambda: self.leads, self.full.append)
 
     def _wake(self) -> None:
         self.woken += 1
@@ -232,6 +233,23 @@ async def test_a_store_that_fails_loses_no_wake() -> None:
     await other.wakes.exchange()
     await leader.wakes.exchange()
     assert leader.woken == 1
+
+
+async def test_the_leader_learns_which_storages_other_managers_found_full() -> None:
+    """A pool may refuse an allocation of one manager, and have space for the probes of another."""
+    leader, one, other = await nodes()
+    one.wakes.request_eviction("p")
+    other.wakes.request_eviction("p")
+    other.wakes.request_eviction("q")
+    for node in (one, other):
+        await node.wakes.exchange()
+    await leader.wakes.exchange()
+    assert (sorted(leader.full), leader.woken) == (["p", "q"], 1)
+    await leader.wakes.exchange()
+    one.wakes.request_eviction("p")
+    await one.wakes.exchange()
+    await leader.wakes.exchange()
+    assert leader.full[2:] == ["p"]
 
 
 async def turns(enough: Callable[[], bool], seconds: float = 30.0) -> bool:

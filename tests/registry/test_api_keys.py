@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from fake_clock import FakeClock
 from hypothesis import given
@@ -14,10 +15,21 @@ from hypothesis import strategies as st
 from registry_rig import Opener, SuspendingTable
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, StorageIOError
-from kvcm.model.principals import ALL_GROUPS, ENGINE_VERBS, AccountRole, PresentedKey, Role, Verb, new_key, redact_keys
+from kvcm.model.principals import (
+    ALL_GROUPS,
+    ENGINE_VERBS,
+    AccountRole,
+    ApiKey,
+    PresentedKey,
+    Role,
+    Verb,
+    new_key,
+    redact_keys,
+)
 from kvcm.protocol.kvcm.v1 import access_service_pb2 as pb
 from kvcm.registry.api_keys import ImportedKey, KeyRegistry, NewKey
 from kvcm.registry.config_snapshots import AccountEntry, Configuration
+from kvcm.registry.document_cache import decode_document
 from kvcm.registry.registry import Registry
 from kvcm.service.access_api import AccessApi
 from kvcm.service.rejections import UnauthenticatedError
@@ -81,10 +93,32 @@ async def test_a_key_of_a_certificate_is_proven_by_no_secret() -> None:
 @pytest.mark.parametrize("verbs", [(), (Verb.PIN, Verb.MATCH)])
 async def test_an_engine_may_what_it_was_given_and_all_if_nothing_was_said(verbs: tuple[Verb, ...]) -> None:
     key, _ = await World().registry().create(engine(verbs=verbs))
-    assert set(key.verbs) == set(verbs or ENGINE_VERBS)
+    assert set(key.engine_verbs) == set(verbs or ENGINE_VERBS)
     principal = key.principal()
+    assert principal.verbs == set(verbs or ENGINE_VERBS)
     assert (principal.covers("a"), principal.covers("b"), principal.has_all_groups) == (True, False, False)
     assert Verb.VIEW not in principal.verbs
+
+
+@pytest.mark.parametrize(
+    ("stored", "may_report"),
+    [(["match", "write", "remove", "pin"], True), (["match", "write"], True), (["match"], False)],
+)
+def test_a_key_of_a_release_without_the_verb_may_report_if_it_may_write(stored: list[str], may_report: bool) -> None:
+    """It can do worse; a key that may only match could delete what it read by a report."""
+    document = {"id": "k", "name": "n", "role": 4, "groups": ["a"], "verbs": stored, "created_at": 0, "expires_at": 0}
+    old = decode_document(ApiKey, msgspec.json.encode({"version": 1, "value": document | {"digest": ""}}))
+    assert (Verb.REPORT in old.principal().verbs) is may_report
+
+
+@pytest.mark.parametrize("verbs", [(Verb.MATCH, Verb.REPORT), (Verb.MATCH, Verb.WRITE), (Verb.REPORT,)])
+async def test_a_key_is_stored_so_that_the_release_before_can_read_it(verbs: tuple[Verb, ...]) -> None:
+    """It knows no permission to report."""
+    world = World()
+    key, _ = await world.registry().create(engine(verbs=verbs))
+    document = (await world.table.all())[f"key/{key.id}"]
+    assert b'"report"' not in document
+    assert decode_document(ApiKey, document).principal().verbs == set(verbs)
 
 
 async def test_other_roles_have_all_groups_unless_some_are_given() -> None:

@@ -35,7 +35,7 @@ def acts(changes: list[ConfigChange]) -> list[tuple[str, str, str]]:
     return [(change.action, change.kind, change.name) for change in changes]
 
 
-async def test_an_empty_deployment_gets_all_with_versions_and_numbers_that_go_on() -> None:
+async def test_an_empty_deployment_gets_all_with_versions_and_numbers_of_their_own() -> None:
     registry = registry_over()
     changes = await registry.snapshots.load(CONFIG)
     assert {change.action for change in changes} == {"add"}
@@ -43,9 +43,10 @@ async def test_an_empty_deployment_gets_all_with_versions_and_numbers_that_go_on
         (entry.kind, entry.name, entry.value) for entry in CONFIG.entries()
     ]
     assert await registry.snapshots.export() == CONFIG
-    assert [registry.instances.placement(f"i{number}") for number in range(4)] == [(at, 16) for at in range(1, 5)]
     await registry.instances.register(replace(INSTANCE, instance_id="next", instance_group_name="b"))
-    assert registry.instances.placement("next").uid == 5
+    placements = [registry.instances.placement(name) for name in ("i0", "i1", "i2", "i3", "next")]
+    assert len({each.uid for each in placements}) == 5
+    assert {each.shard_count for each in placements} == {16}
 
 
 async def test_a_load_of_the_present_configuration_changes_no_document() -> None:

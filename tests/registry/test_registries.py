@@ -21,7 +21,7 @@ from kvcm.model.errors import (
     StorageIOError,
     UnknownInstanceError,
 )
-from kvcm.model.groups import InstanceGroup, MetaIndexerConfig
+from kvcm.model.groups import GlobalQuota, MetaIndexerConfig
 from kvcm.model.instances import LocationSpecGroup, Placement
 from kvcm.model.principals import AccountRole
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
@@ -295,7 +295,7 @@ def test_a_release_that_knows_no_drains_does_not_take_such_a_storage_for_any_oth
     with pytest.raises(StorageIOError, match=r"version 3.*reads version 2"):
         decode_document(StorageConfig, encode_document(NFS).replace(b'"version":1', b'"version":3'))
     with pytest.raises(StorageIOError, match=r"version 2.*reads version 1"):
-        decode_document(InstanceGroup, b'{"version":2,"value":{"name":"g"}}')
+        decode_document(GlobalQuota, b'{"version":2,"value":{"name":"g","capacity_bytes":1}}')
 
 
 # ── Media that hang while they are opened ──
@@ -649,6 +649,11 @@ async def test_a_change_is_answered_when_it_is_durable() -> None:
         flushed.append(await table.version())
 
     registry = Registry(Opener(), table, flush)
+
+    async def forget_removal() -> None:
+        (removal,) = registry.instances.removals()
+        await registry.instances.forget_removal(removal.placement.uid)
+
     for call in (
         registry.storages.add(NFS),
         registry.storages.update(replace(NFS, spec=NfsStorageSpec("/o"))),
@@ -658,7 +663,7 @@ async def test_a_change_is_answered_when_it_is_durable() -> None:
         registry.groups.update(replace(GROUP, version=2), 1),
         registry.instances.register(INSTANCE),
         registry.instances.remove(ID),
-        registry.instances.forget_removal(1),
+        forget_removal(),
         registry.groups.remove(GROUP.name),
         registry.accounts.add("ann", "p", AccountRole.ROLE_USER),
         registry.accounts.remove("ann"),

@@ -28,7 +28,16 @@ from kvcm.components import open_metadata
 from kvcm.config import ConfigError, Settings
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
-from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.groups import (
+    CacheConfig,
+    CacheReclaimStrategy,
+    EvictionPolicy,
+    GlobalQuota,
+    InstanceGroup,
+    InstanceOverride,
+    PrefixClass,
+    ReclaimPolicy,
+)
 from kvcm.model.instances import Instance, Placement, Registration
 from kvcm.model.nodes import Endpoint, GroupTotals, Vitals
 from kvcm.model.principals import Account, AccountRole, PasswordHash
@@ -429,3 +438,36 @@ async def test_fields_of_later_releases_are_ignored_and_unreadable_entries_expir
     assert await board.all() == {"m1": vitals("m1")}
     await board.publish(replace(vitals("m4"), version="2"))
     assert set(await table.all()) == {"m1", "m2", "m4"}
+
+
+def _group_with(strategy: CacheReclaimStrategy) -> InstanceGroup:
+    return InstanceGroup("g", cache_config=CacheConfig(reclaim_strategy=strategy))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        CacheReclaimStrategy(reclaim_policy=ReclaimPolicy.POLICY_LFU),
+        CacheReclaimStrategy(policy=EvictionPolicy("lfu")),
+        CacheReclaimStrategy(prefix_classes=(PrefixClass("c", policy=EvictionPolicy("lfu")),)),
+        CacheReclaimStrategy(instance_overrides=(InstanceOverride("i", EvictionPolicy("lfu"), 2.0),)),
+    ],
+)
+def test_a_group_of_a_release_whose_lfu_aged_goes_on_ageing(strategy: CacheReclaimStrategy) -> None:
+    group = _group_with(strategy)
+    document = encode_document(group)
+    assert json.loads(document)["version"] == 2  # an older release would age
+    assert decode_document(InstanceGroup, document) == group
+    old = decode_document(InstanceGroup, document.replace(b'"version":2', b'"version":1'))
+    assert old.policy_names == {"lfu_aging" if name == "lfu" else name for name in group.policy_names}
+    assert "lfu_aging" in old.policy_names
+    assert old.override_of("i").weight == group.override_of("i").weight
+    assert old.cache_config.reclaim_strategy.reclaim_policy is strategy.reclaim_policy
+    assert decode_document(InstanceGroup, encode_document(old)) == old
+
+
+def test_a_number_that_a_name_wins_over_is_no_reason_for_another_name() -> None:
+    group = _group_with(CacheReclaimStrategy(reclaim_policy=ReclaimPolicy.POLICY_LFU, policy=EvictionPolicy("lru")))
+    document = encode_document(group)
+    assert json.loads(document)["version"] == 1
+    assert decode_document(InstanceGroup, document) == group

@@ -101,6 +101,7 @@ class Packed:
         self.manager.kill()
         self.manager.start()
         self.assert_certain(_SURVIVORS)
+        until(lambda: "KvcmStoreLostChanges" in self.alerts())  # also after the restart
 
     def assert_certain(self, blocks: set[int]) -> None:
         """These blocks are served, and the storage was never doubted."""
@@ -114,6 +115,9 @@ class Packed:
             return {*self.served()}
         except AssertionError:
             return set()
+
+    def alerts(self) -> set[str]:
+        return {alert["name"] for alert in self.api.rest("GET", "alerts")["items"]}
 
     def events(self) -> list[str]:
         return [event["event"] for event in self.manager.events()]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site
 from thoroughness import examples
 
+from kvcm.config import Settings
 from kvcm.connectors.client import AsyncManagerClient, ManagerClient
 from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.results import Outcome
@@ -37,7 +38,7 @@ from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.service import admission, request_limits
-from kvcm.service.calls import Arrival, Call, Plane, Reply
+from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
 from kvcm.service.json_codec import MalformedBody
 from kvcm.service.rejections import RateLimitedError, RejectedError
 
@@ -79,7 +80,7 @@ class Rig:
     def __init__(self, **settings: Any) -> None:
         self.clock, self.delay = Clock(), admission.LoopDelay()
         self.admission = admission.GuardedAdmission(
-            admission.AdmissionSettings(**settings), lambda: 1000, self.delay, self.clock
+            admission.AdmissionSettings(**{"most_keys": 1000} | settings), self.delay, self.clock
         )
 
     async def enter(self, keys: int, peer: str = "a") -> Any:
@@ -469,7 +470,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
 def test_every_reason_has_a_series_from_the_start(server: ManagerProcess) -> None:
     text = ask(server.address.admin_http, "/metrics").body.decode()
     reasons = set(re.findall(r'^kvcm_rpc_rejected_total\{reason="([a-z]+)"\}', text, re.MULTILINE))
-    assert reasons == {"draining", "rate", "overload", "deadline", "queue", "unauthenticated", "forbidden"}
+    assert reasons == {*("draining", "rate", "overload", "deadline", "queue", "budget", "unauthenticated", "forbidden")}
 
 
 def test_a_client_that_asks_for_too_many_keys_is_reported_when_to_come_back(limited: Limited) -> None:
@@ -778,3 +779,32 @@ def test_a_uri_that_is_too_long_is_refused(site: Site) -> None:
     parts = [{"block_key": 1}, {"block_key": 1, "uri": "file://s/".ljust(1025)}]
     code, message = site.api.refused("PinService.ReportMissing", instance_id=site.instance(), parts=parts)
     assert (code, message) == ("INVALID_ARGUMENT", "parts[1].uri has 1025 bytes of UTF-8, at most 1024 are allowed")
+
+
+async def test_a_long_request_that_takes_too_long_is_cancelled_and_gives_its_turn_back() -> None:
+    """Its slot would be taken for as long as it pleases otherwise."""
+    was_cancelled = asyncio.Event()
+
+    async def never_done(_request: Any) -> Reply:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+        raise AssertionError
+
+    limits = admission.AdmissionSettings(long_keys=1, long_slots=1, long_seconds=0.001)
+    admitted = admission.GuardedAdmission(limits)
+    caller = Caller(None, lambda _plane: None, lambda _instance: {}, admission=admitted)
+    slow = replace(MATCH, handler=never_done)
+    for _ in range(2):
+        refused = await _refused(
+            caller.answer(slow, meta.GetCacheLocationRequest(block_keys=[1]), Arrival("grpc", "a"))
+        )
+        assert (refused.reason, refused.http_status, was_cancelled.is_set()) == ("budget", 503, True)
+        assert "kvcm.limits.long_request_ms" in str(refused)
+
+
+def test_limits_are_on_by_default() -> None:
+    default = Settings()
+    assert 0 < default.keys_per_second <= default.burst_keys
+    assert min(default.long_request_ms, default.max_queue_ms, default.corrupt_reports_per_minute) > 0

@@ -39,6 +39,7 @@ from kvcm.service.vitals_history import Rates, Series, quantile, rates_between
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.store.memory import MemoryLease, MemoryTable
+from kvcm.store.store import StoreHealth
 
 GIB = 1 << 30
 NOW = 1_000_000.0
@@ -285,6 +286,17 @@ def test_managers_and_what_they_share() -> None:
         ("KvcmNoLeader", alerts.Severity.ALERT_PAGE, {"leader": ""}),
         ("KvcmSeveralLeaders", alerts.Severity.ALERT_PAGE, {"leaders": ("m1", "m2")}),
         ("KvcmStoreAway", alerts.Severity.ALERT_PAGE, {"store_trouble": "connection refused"}),
+        ("KvcmStoreUnsound", alerts.Severity.ALERT_PAGE, {"store_health": StoreHealth(evicts="it drops keys")}),
+        (
+            "KvcmStoreUnsound",
+            alerts.Severity.ALERT_PAGE,
+            {"store_trouble": "not looked at", "store_health": StoreHealth(closed="it is another deployment's")},
+        ),
+        (
+            "KvcmStoreLostChanges",
+            alerts.Severity.ALERT_PAGE,
+            {"store_health": StoreHealth(last_loss="it was emptied", lost_at=NOW - 3600)},
+        ),
         ("KvcmAccessesDropped", alerts.Severity.ALERT_PAGE, {"dropped_accesses": 5}),
         ("KvcmWriteSessionsOverdue", alerts.Severity.ALERT_TICKET, {"overdue_sessions": 2}),
         ("KvcmLoopLag", alerts.Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
@@ -294,6 +306,8 @@ def test_managers_and_what_they_share() -> None:
         alert = only(alerts.cluster_alerts(facts(**fields)))
         assert (alert.name, alert.severity) == (name, severity)
         assert all(text.endswith(".") for text in (alert.summary, alert.reason, alert.advice))
+    long_ago = StoreHealth(last_loss="it was emptied", lost_at=NOW - 2 * 86_400)
+    assert list(alerts.cluster_alerts(facts(certificates={"server": 0.0}, store_health=long_ago))) == []
     ends = only(alerts.cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
     assert ends.summary == "The certificate (server) of manager m1 ends in 10 days."
 

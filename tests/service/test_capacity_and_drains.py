@@ -213,7 +213,7 @@ def _drain(site: Site, name: str) -> dict[str, Any] | None:
 
 
 def _files(root: Path) -> list[Path]:
-    return [path for path in root.rglob("*") if path.is_file() and ".kvcm-probe" not in path.name]
+    return [path for path in root.rglob("*") if path.is_file() and ".kvcm-" not in path.name]
 
 
 def _write(site: Site, instance: str, keys: list[int]) -> list[str]:

@@ -67,7 +67,7 @@ class Site:
         self.ahead = BacklogEstimate(lambda: 0.0, lambda: 0.0)
         self.ahead.seconds_per_byte = PACE
         self.observer, self.gate, self.let_go, self.begun = TurnedAway(), ServingGate(), asyncio.Event(), 0
-        admission = GuardedAdmission(AdmissionSettings(most_wait_seconds=OF_NONE / 2), lambda: 1000, ahead=self.ahead)
+        admission = GuardedAdmission(AdmissionSettings(most_wait_seconds=OF_NONE / 2), ahead=self.ahead)
         caller = Caller(self.observer, lambda _plane: None, lambda _instance: {}, admission=admission)
         calls = [
             self._call("GetCacheLocation", meta.GetCacheLocationRequest, Plane.DATA),

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from struct import pack
+from struct import pack, unpack
 from typing import Any
 
 import pytest
 from command_runner import COMMANDS
+from probe_clients import ask
 from redis import Redis
 from redis_servers import Standalone
 from test_transport_process import ManagerProcess, manager, run_kvcm
@@ -215,11 +217,12 @@ def _log(data_dir: Path) -> Iterator[CommitLog]:
 def test_block_rows_that_cannot_be_read_are_dropped_on_demand_only(tmp_path: Path, stored: tuple[Path, str]) -> None:
     data_dir = stored[0]
     with _log(data_dir) as log:
-        log.append([(b"b" + pack(">Iq", registration, 5), b"\x01\xc1") for registration in (1, 77)])
+        (uid,) = unpack(">I", next(log.read(b"b"))[0][1:5])
+        log.append([(b"b" + pack(">Iq", registration, 5), b"\x01\xc1") for registration in (uid, 77)])
     for options in ((), ("--repair",)):
         done = _index(tmp_path, "verify", *options, *_data(data_dir))
         assert done.returncode == 1
-        assert "row: block 5 of registration 1: a stored block record" in done.stdout
+        assert f"row: block 5 of registration {uid}: a stored block record" in done.stdout
         assert "[--repair with --drop-unreadable drops the row]" in done.stdout
     code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
     assert (code, report["clean"], report["mended"], len(report["findings"])) == (0, False, True, 2)
@@ -256,6 +259,89 @@ def test_rows_of_an_instance_that_is_gone_are_found_and_dropped(tmp_path: Path, 
     assert (code, [each["where"] for each in report["findings"]]) == (1, ["registration 77"])
     assert _verified(tmp_path, "--repair", *_data(data_dir))[0] == 0
     assert _verified(tmp_path, *_data(data_dir))[1]["clean"]
+
+
+# ── Repair of a damaged data directory ───────────────────────────────────────────────────────────────────────────────
+
+
+_BLOCK_ROW = re.compile(rb"b.{4}\0{7}[\x01-\x28]", re.DOTALL)
+"""The row of one of the blocks, whatever the uid of the instance."""
+
+
+def _flip_log(metadata: Path) -> None:
+    """Damage a record in the middle of the log."""
+    path = max(metadata.glob("*.log"), key=lambda path: int(path.stem))
+    data = bytearray(path.read_bytes())
+    row = _BLOCK_ROW.search(data)
+    assert row is not None
+    data[row.start() + 20] ^= 1
+    path.write_bytes(data)
+
+
+def _flip_table(metadata: Path) -> None:
+    """Damage the first block of the only table, which holds the rows of blocks."""
+    [path] = metadata.glob("*.sst")
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def _remove_manifest(metadata: Path) -> None:
+    for path in metadata.glob("MANIFEST-*"):
+        path.unlink()
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The data directory of a manager that stored blocks and was killed, and the id of the instance."""
+    with manager(tmp_path_factory.mktemp("killed")) as process:
+        instance_id = _fill(process)
+    return process.data_dir, instance_id
+
+
+@pytest.mark.parametrize(("harm", "lost"), [(_flip_log, True), (_remove_manifest, False)])
+def test_a_damaged_directory_is_refused_and_repaired(
+    tmp_path: Path, killed: tuple[Path, str], harm: Callable[[Path], None], *, lost: bool
+) -> None:
+    data_dir, instance_id = Path(shutil.copytree(killed[0], tmp_path / "m" / "data")), killed[1]
+    harm(data_dir / "metadata")
+    for command in (("serve",), ("index", "export", "-"), ("index", "import", str(killed[0]))):
+        refused = run_kvcm(tmp_path, *command, *_data(data_dir))
+        assert refused.returncode
+    refused = run_kvcm(tmp_path, "serve", *_data(data_dir))
+    assert "is damaged" in refused.stderr
+    assert "`kvcm index repair`" in refused.stderr
+    assert "blocks are gone" in refused.stderr
+    assert _verified(tmp_path, *_data(data_dir))[0] == 1
+    done = _index(tmp_path, "repair", "--json", *_data(data_dir))
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["was_damaged"]) == (int(lost), True), done.stderr
+    assert (report["lost_changes"] > 0) is lost
+    assert report["blocks"] + report["lost_blocks"] == len(KEYS)
+    assert _verified(tmp_path, "--repair", *_data(data_dir))[0] == 0
+    assert _index(tmp_path, "repair", *_data(data_dir)).stdout == "nothing is damaged\n"
+    with manager(tmp_path / "m") as process:
+        assert len(_found(process, instance_id)) == len(KEYS) - report["lost_blocks"]
+        metrics = ask(process.address.admin_http, "/metrics").body.decode()
+    assert f'kvcm_store_lost_items{{what="changes"}} {report["lost_changes"]}' in metrics
+
+
+def test_a_verification_repairs_damaged_files_too(tmp_path: Path, stored: tuple[Path, str]) -> None:
+    data_dir = stored[0]
+    _flip_table(data_dir / "metadata")
+    code, report = _verified(tmp_path, "--repair", *_data(data_dir))
+    assert (code, report["mended"], {each["check"] for each in report["findings"]}) == (1, False, {"store"})
+    code, report = _verified(tmp_path, "--repair", "--drop-unreadable", *_data(data_dir))
+    assert (code, report["mended"]) == (0, True)
+    assert any(f"{len(KEYS)} blocks are gone" in each["what"] for each in report["findings"])
+    assert _verified(tmp_path, *_data(data_dir))[1]["clean"]
+    with manager(tmp_path / "m") as process:
+        assert _found(process, stored[1]) == []
+
+
+def test_redis_is_not_repaired(tmp_path: Path, redis_uri: str) -> None:
+    done = _index(tmp_path, "repair", *_on(redis_uri))
+    assert (done.returncode, "redis-check-aof" in done.stderr) == (2, True)
 
 
 def _usage_key(client: Redis, uri: str) -> bytes:

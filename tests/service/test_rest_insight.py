@@ -251,7 +251,8 @@ def test_a_curve_rises_to_the_attainable_rate(sampling: ManagerProcess) -> None:
         **{"quota_bytes": 128_000, "kept_bytes": 128_000, "used_bytes": 0},
         "predicted_ratio": curve["present"]["predicted_ratio"],
     }
-    assert curve["present"]["predicted_ratio"] < 0.1  # of 8,000 blocks read in a round, 2,000 find nothing
+    # 2,000 of 8,000 blocks that are read in turn find nothing; some 125 keys are followed, drawn anew by each process.
+    assert curve["present"]["predicted_ratio"] < 0.4
     assert abs(curve["since_ms"] / 1000 - time.time()) < 120
 
 

@@ -367,7 +367,7 @@ class OneTurn:
     def __init__(self) -> None:
         self.registry = Registry(StorageDirectory("cluster"), MemoryTable())
         self.groups = {"i": "a"}
-        self.admission = GuardedAdmission(AdmissionSettings(long_keys=1, long_slots=1, long_places=1), lambda: 1000)
+        self.admission = GuardedAdmission(AdmissionSettings(long_keys=1, long_slots=1, long_places=1))
         self.access = KeyedAccess(self.registry.keys, self.groups.get)
         self.caller = Caller(None, lambda _: None, lambda _: {}, admission=self.admission, access=self.access)
         self.call = Call(_SERVICE, _NAME, Plane.DATA, pb.RemoveCacheRequest, pb.CommonResponse, self._answer)

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from redis_servers import Standalone
 from rest_client import RestClient
-from test_transport_sites import instance_fields
+from test_transport_sites import group_spec, instance_fields
 
 from kvcm.app import Manager
 from kvcm.cache.usage_recount import UsageRecount
@@ -177,6 +177,53 @@ async def test_every_manager_reports_how_all_of_them_are(nodes: list[Node]) -> N
         return are_served and own == [[port] for port in ports] and len(leaders) == 1 and len(*leaders) == 1
 
     await eventually(all_agree)
+
+
+async def test_blocks_on_a_storage_that_another_manager_just_added_are_there(nodes: list[Node], tmp_path: Path) -> None:
+    """A packed storage is compared with the store before it takes part: unverified, its blocks would be hidden, and
+    locations handed out for them a second time."""
+    packed = {"root_path": str(tmp_path / "late"), "key_count_per_file": 8}
+    (tmp_path / "late").mkdir()
+    writer, late = nodes[:2]
+    await writer.admin.AddStorage(admin.AddStorageRequest(storage={"global_unique_name": "late", "nfs": packed}))
+    await writer.admin.CreateInstanceGroup(admin.CreateInstanceGroupRequest(instance_group=group_spec("late", "late")))
+    fields = instance_fields("i", "late", location_spec_infos=[{"name": "kv", "size": 100}])
+    assert (await writer.meta.RegisterInstance(meta.RegisterInstanceRequest(**fields))).header.status.code == meta.OK
+    assert (await finish(writer, await start(writer, KEYS), len(KEYS))).header.status.code == meta.OK
+    answers: list[meta.StartWriteCacheResponse] = []
+
+    async def is_open() -> bool:
+        answers.append(await start(late, KEYS))
+        return answers[-1].header.status.code != meta.SERVICE_NOT_READY  # while a refresh opens it
+
+    await eventually(is_open)
+    assert (answers[-1].header.status.code, len(answers[-1].locations)) == (meta.OK, 0), answers[-1].header
+    assert await hits(late) == len(KEYS)
+
+
+async def test_an_engine_that_registers_is_given_a_storage_that_another_manager_just_added(
+    nodes: list[Node], tmp_path: Path
+) -> None:
+    """Without it the engine would save nothing until it registers again."""
+    (tmp_path / "late").mkdir()
+    packed = {"root_path": str(tmp_path / "late"), "key_count_per_file": 8}
+    storage = admin.AddStorageRequest(storage={"global_unique_name": "late", "nfs": packed})
+    first, other = nodes[:2]
+    await first.admin.AddStorage(storage)
+    await first.admin.CreateInstanceGroup(admin.CreateInstanceGroupRequest(instance_group=group_spec("late", "late")))
+    await first.admin.RemoveStorage(admin.RemoveStorageRequest(storage_unique_name="late"))
+
+    async def is_removed() -> bool:
+        known = await other.admin.GetInstanceGroup(admin.GetInstanceGroupRequest(name="late"))
+        listed = await other.admin.ListStorage(admin.ListStorageRequest())
+        names = {each.global_unique_name for each in listed.storage}
+        return bool(known.header.status.code == meta.OK) and "late" not in names
+
+    await eventually(is_removed)
+    await first.admin.AddStorage(storage)
+    fields = instance_fields("i", "late", location_spec_infos=[{"name": "kv", "size": 100}])
+    answer = await other.meta.RegisterInstance(meta.RegisterInstanceRequest(**fields))
+    assert "late" in answer.storage_configs, answer
 
 
 async def leading(nodes: list[Node]) -> Node:

@@ -35,6 +35,8 @@ from kvcm.config import ConfigError, Settings, load_settings
 from kvcm.service.tls import names_of_peer
 from kvcm.serving import TlsFiles, open_tls
 
+pytestmark = pytest.mark.ci  # processes that wait
+
 SPIFFE = "spiffe://cluster/engine"
 HEALTH = "/grpc.health.v1.Health/Check"
 NAMES = {"dns": dns("engine.example"), "uri": uri(SPIFFE), "mail": mail("engine@example.org"), "ip": ip("::1")}

@@ -9,6 +9,7 @@ from os.path import normpath
 from pathlib import Path
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
@@ -32,7 +33,11 @@ from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part, StorageBackend
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
+from kvcm.storage.health import HealthState, StorageHealth
+from kvcm.storage.prober import Prober
 from kvcm.storage.threads import StorageThreads
+from kvcm.store.memory import MemoryStore
+from kvcm.store.numbers import DeletionNumbers
 
 DUMMY = StorageConfig("d", DummyStorageSpec())
 
@@ -245,12 +250,92 @@ def test_a_mountpoint_must_be_absolute(directory: StorageDirectory, mountpoint: 
         directory.open(threefs(mountpoint, "r"))
 
 
-def test_a_mountpoint_must_be_there_and_is_never_made(directory: StorageDirectory, tmp_path: Path) -> None:
+def test_a_mountpoint_is_a_directory_and_never_made(directory: StorageDirectory, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for name in ("gone", "file"):
+    for name, check in (("gone", True), ("file", False), ("file", True)):
         with pytest.raises(StorageIOError, match=r"mountpoint .*is 3FS mounted on this host"):
-            directory.open(threefs(str(tmp_path / name), "r"))
+            directory.open(threefs(str(tmp_path / name), "r", check=check))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# A 3FS that engines alone have mounted.
+
+
+async def elsewhere(tmp_path: Path, *, keys_per_file: int = 1, touch: bool = False) -> StorageDirectory:
+    """Configure one without the check, and probe it."""
+    storages = StorageDirectory("cluster")
+    storages.slot_reuse.numbers = DeletionNumbers(MemoryStore())
+    spec = ThreeFSStorageSpec("", str(tmp_path / "mnt"), "r", keys_per_file, touch)
+    storages.open(StorageConfig("s", spec))
+    await probed(storages)
+    return storages
+
+
+def names_in(directory: Path) -> list[str]:
+    return [each.name for each in directory.iterdir()]
+
+
+async def first_object(storage: StorageBackend) -> object:
+    return await anext(storage.objects("cluster"))
+
+
+async def probed(storages: StorageDirectory, times: int = 4) -> StorageHealth:
+    clock = FakeClock()
+    prober = Prober(storages, clock, 1.0, 5.0)
+    for _ in range(times):
+        before = storages.health("s")
+        clock.time += 1.0
+        prober.start_due()
+        async with asyncio.timeout(30):
+            while storages.health("s") is before:  # noqa: ASYNC110 - a probe sends no signal
+                await asyncio.sleep(0.001)
+    health = storages.health("s")
+    assert health is not None
+    return health
+
+
+async def test_a_3fs_that_is_not_on_this_host_is_used_and_said_not_to_be_here(tmp_path: Path) -> None:
+    storages = await elsewhere(tmp_path)
+    health = await probed(storages)
+    assert health.state is HealthState.SH_DEGRADED
+    assert f"there is no {tmp_path}/mnt on this host" in health.reason
+    assert storages.rank("s") is not None
+    assert storages.is_writable("s")
+    assert names_in(tmp_path) == [], "nothing is made in its place"
+
+
+async def test_what_is_deleted_where_3fs_is_not_mounted_does_not_count_as_deleted(tmp_path: Path) -> None:
+    storages = await elsewhere(tmp_path, touch=True)
+    storage = storages.backend("s")
+    assert storage is not None
+    uris = await storage.allocate(Allocation("i", "aa", [Part("kv", 1, 8)]))
+    await storage.make_objects(uris)  # engines make them there
+    for reason in (*await storage.delete(uris), *await storage.discard(uris)):
+        assert reason is not None
+        assert "on this host" in reason
+    with pytest.raises(StorageIOError, match="on this host"):
+        await storage.exists(uris)
+    with pytest.raises(StorageIOError, match="on this host"):
+        await first_object(storage)
+    assert names_in(tmp_path) == []
+
+
+async def test_a_3fs_that_is_mounted_later_is_a_storage_like_any_other(tmp_path: Path) -> None:
+    storages = await elsewhere(tmp_path)
+    (tmp_path / "mnt").mkdir()  # a mount point, and nothing is mounted there yet
+    assert (await probed(storages)).state is HealthState.SH_DOWN
+    assert names_in(tmp_path / "mnt") == []
+    (tmp_path / "mnt" / "r" / "cluster").mkdir(parents=True)
+    assert (await probed(storages)).state is HealthState.SH_UP
+    (tmp_path / "mnt").rename(tmp_path / "away")
+    assert (await probed(storages)).state is HealthState.SH_DOWN, "what was seen once is missed"
+
+
+async def test_packed_files_elsewhere_are_not_read_since_nothing_says_whose_their_slots_are(tmp_path: Path) -> None:
+    storages = await elsewhere(tmp_path, keys_per_file=4)
+    assert storages.rank("s") is None
+    assert storages.is_available("s")
+    assert storages.unverified == {"s"}
 
 
 @pytest.mark.parametrize("root_dir", ["..", "../r", "a/../b", "/..", "a/.."])

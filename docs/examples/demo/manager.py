@@ -38,7 +38,9 @@ class Manager:
     @property
     def files(self) -> list[Path]:
         """Files of KV in its storage."""
-        return sorted(path for path in (self.data_dir / "nfs").rglob("*") if path.is_file())
+        return sorted(
+            path for path in (self.data_dir / "nfs").rglob("*") if path.is_file() and not path.name.startswith(".kvcm-")
+        )
 
 
 def start_manager(data_dir: Path) -> Manager:

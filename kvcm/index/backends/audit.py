@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvcm.index.backends.backend import IndexBackend, Sum, is_resident, sums_of
+from kvcm.model.keys import unmixed, unmixed_key
 from kvcm.model.locations import BlockRecord
 
 __all__ = ["AuditedIndex", "Claims", "PlainAudit", "StoredBlock", "faults"]
@@ -95,15 +96,17 @@ def faults(view: StoredBlock) -> list[str]:
         found.append(f"the access order has it {what}")
     parent = view.record.parent
     if parent is not None and parent not in view.parents:
-        found.append(f"the record is missing among the children of {parent}")
-    return found + [f"it stands among the children of {other}" for other in sorted(view.parents - {parent})]
+        found.append(f"the record is missing among the children of {unmixed_key(parent)}")
+    others = sorted(unmixed(list(view.parents - {parent})))
+    return found + [f"it stands among the children of {other}" for other in others]
 
 
 def _of_nothing(view: StoredBlock) -> list[str]:
     found = ["the access order names a block that has no record"] if view.is_listed else []
     if view.due is not None:
         found.append("the pending set names a block that has no record")
-    return found + [f"the children of {other} name a block that has no record" for other in sorted(view.parents)]
+    parents = sorted(unmixed(list(view.parents)))
+    return found + [f"the children of {other} name a block that has no record" for other in parents]
 
 
 class PlainAudit:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
+from kvcm.telemetry.metrics import current_measures, measure, timed
 
 __all__ = [
     "NOTHING_WRITTEN",
@@ -24,11 +25,13 @@ __all__ = [
     "Written",
     "is_leaving",
     "is_resident",
+    "read_records",
     "stored_at",
     "sums_of",
     "takes_the_same",
     "usage_difference",
     "whole_seconds",
+    "write_changes",
 ]
 
 # When blocks were last read, and which of them are *resident*: those with a serving location, which can be evicted.
@@ -487,3 +490,31 @@ def usage_difference(changes: Iterable[Change]) -> Counter[StorageKey]:
     for _, old, new, _ in changes:
         tally.change(old, new)
     return tally.used
+
+
+# Reads and writes of a store, measured for the call that runs (`kvcm.telemetry.metrics`).
+
+
+async def read_records(backend: IndexBackend, keys: Sequence[int]) -> list[BlockRecord | None]:
+    """Do `get_many`."""
+    with timed("meta_indexer.get_io_time_us"):
+        records = await backend.get_many(keys)
+    measures = current_measures()
+    if measures is not None:
+        measure("meta_indexer.query_batch_num", 1)
+        measure("meta_indexer.get_not_exist_key_count", records.count(None))
+    return records
+
+
+async def write_changes(backend: IndexBackend, changes: Sequence[Change]) -> Written:
+    """Do `write_many`."""
+    with timed(_timed_as(changes)):
+        return await backend.write_many(changes)
+
+
+def _timed_as(changes: Sequence[Change]) -> str:
+    """Return what writing is measured as: upsert where blocks come and others change or go."""
+    if current_measures() is None:
+        return ""
+    kinds = {"delete" if new is None else "put" if old is None else "update" for _, old, new, _ in changes}
+    return f"meta_indexer.{kinds.pop() if len(kinds) == 1 else 'upsert'}_io_time_us"

@@ -49,12 +49,14 @@ from kvcm.index.backends.backend import (
     takes_the_same,
     whole_seconds,
 )
-from kvcm.index.codec import STAMP_SIZE, decode_record, encode_record
-from kvcm.index.locking import shard_of
+from kvcm.index.codec import STAMP_SIZE, decode_records, encode_record
+from kvcm.index.locking import shards_of
 from kvcm.model.errors import KvcmError
+from kvcm.model.keys import mixed, mixed_key, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
+from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
 __all__ = [
@@ -77,7 +79,7 @@ __all__ = [
 # Names of what an index keeps in Redis (docs/metadata.md): all keys of a lock shard share one hash tag.
 
 KEY: Final = Struct(">q")
-"""A block key as part of a name and as a member of the sorted sets."""
+"""A block key as part of a name and as a member of the sorted sets; not mixed (kvcm/model/keys.py)."""
 RELATION: Final = Struct(">qq")
 """Parent and child, as a member of the sorted set of children."""
 
@@ -98,7 +100,11 @@ class ShardKeys(NamedTuple):
 
     def block(self, key: int) -> bytes:
         """Return the name of a block's record."""
-        return self.blocks + KEY.pack(key)
+        return self.block_of(*pack_keys((key,)))
+
+    def block_of(self, member: bytes) -> bytes:
+        """Return the name of the record of a member of the sorted sets."""
+        return self.blocks + member
 
 
 class BlockKeys:
@@ -118,7 +124,7 @@ class BlockKeys:
     def parse(self, name: bytes) -> tuple[int, int] | None:
         """Return uid and block key of a record's name; None for a name that only begins like one."""
         found = self._match(name)
-        return (int(found[1]), int.from_bytes(found[2], "big", signed=True)) if found is not None else None
+        return (int(found[1]), mixed_key(*KEY.unpack(found[2]))) if found is not None else None
 
 
 # What changes in Redis at once: the Lua functions of the Redis backend, each over the keys of one shard tag.
@@ -249,7 +255,7 @@ count()
 if next(won) == nil then return {0, unpack(lost)} end
 return {redis.call('HINCRBY', usage, '#', 1), unpack(lost)}
 """
-WRITE: Final = Script(_WRITE)
+WRITE: Final = Script(_WRITE, creates=True)
 _REWRITE: Final = Script(_WRITE, allow_oom=True)
 _TOUCH: Final = Script("""
 -- KEYS: access order. ARGV: unix seconds, 1 if they are set, then key and number of reads of every block read.
@@ -359,18 +365,18 @@ def _new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
     return is_resident(old)
 
 
-def _touch_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float, *, moves: bool) -> ScriptCall:
+def _touch_call(order: bytes, counts: Mapping[int, int], keys: Sequence[int], at: float, *, moves: bool) -> ScriptCall:
     """Return the call that records reads of some keys."""
     return ScriptCall(_TOUCH, [order], [int(at), int(moves), *_pairs(counts, keys)])
 
 
-def _requeue_call(order: bytes, counts: Mapping[int, int], keys: Iterable[int], at: float) -> ScriptCall:
+def _requeue_call(order: bytes, counts: Mapping[int, int], keys: Sequence[int], at: float) -> ScriptCall:
     """Return the call that sets the accesses of some keys."""
     return ScriptCall(REQUEUE, [order], [int(at), *_pairs(counts, keys)])
 
 
-def _pairs(counts: Mapping[int, int], keys: Iterable[int]) -> list[Argument]:
-    return [item for key in keys for item in (KEY.pack(key), counts[key])]
+def _pairs(counts: Mapping[int, int], keys: Sequence[int]) -> list[Argument]:
+    return [item for key, member in zip(keys, pack_keys(keys), strict=True) for item in (member, counts[key])]
 
 
 def merged(answers: Sequence[Sequence[bytes]], count: int, requested: int) -> tuple[list[Placed], bool]:
@@ -544,8 +550,8 @@ class _ShardWrite:
         self._dues: list[float | bool] = []
         self._leaving: list[int] = []
         self._coming: list[int] = []
-        self._parents_left: list[bytes] = []
-        self._parents_joined: list[bytes] = []
+        self._parents_left: list[int] = []
+        self._parents_joined: list[int] = []
         for index, (_, old, new, _) in enumerate(changes, 1):
             self._scores.append(_new_score(old, new))
             self._dues.append(_due_order(old, new))
@@ -555,14 +561,15 @@ class _ShardWrite:
         self.call = ScriptCall(WRITE if is_growth else _REWRITE, self._keys(shard), self._arguments())
 
     def _keys(self, shard: ShardKeys) -> list[bytes]:
-        blocks = shard.blocks
-        return [*shard[1:], *(blocks + KEY.pack(change.key) for change in self.changes)]
+        return [*shard[1:], *map(shard.block_of, pack_keys([change[0] for change in self.changes]))]
 
     def _arguments(self) -> list[bytes]:
         relations = (self._leaving, self._coming)
         packed = _encode((self._scores, self._dues, *relations, self.sums.fields, self.sums.triples))
-        parents = (b"".join(self._parents_left), b"".join(self._parents_joined))
-        records = (b"" if change.new is None else encode_record(change.new) for change in self.changes)
+        parents = (b"".join(pack_keys(self._parents_left)), b"".join(pack_keys(self._parents_joined)))
+        with timed("meta_searcher.index_serialize_time_us"):
+            records = [b"" if change.new is None else encode_record(change.new) for change in self.changes]
+        measure("meta_indexer.io_data_size", sum(map(len, records)))
         return [b"".join([_stamp(change.old) for change in self.changes]), packed, *parents, *records]
 
     def _relate(self, index: int, old: BlockRecord | None, new: BlockRecord | None) -> None:
@@ -572,10 +579,10 @@ class _ShardWrite:
             return
         if before is not None:
             self._leaving.append(index)
-            self._parents_left.append(KEY.pack(before))
+            self._parents_left.append(before)
         if after is not None:
             self._coming.append(index)
-            self._parents_joined.append(KEY.pack(after))
+            self._parents_joined.append(after)
 
 
 class _Sums:
@@ -724,22 +731,22 @@ class RedisBackend:
         """Records are changed in Redis, by `write_many`."""
 
     async def children(self, key: int) -> list[int]:
-        parent = KEY.pack(key)
+        (parent,) = pack_keys((key,))
         bounds = (b"[" + parent + _FIRST_MEMBER, b"[" + parent + _LAST_MEMBER)
         families = await self._client.execute([(b"ZRANGEBYLEX", shard.children, *bounds) for shard in self._shards])
-        return sorted(_key(relation[KEY.size :]) for family in families for relation in family)
+        return sorted(unpack_keys(relation[KEY.size :] for family in families for relation in family))
 
     async def families(self, keys: Sequence[int]) -> list[list[int]]:
         calls = [
-            ScriptCall(_FAMILIES, [shard.children], [b"".join(map(KEY.pack, part))])
-            for part in _cut(keys, _MOST_KEYS_PER_CALL)
+            ScriptCall(_FAMILIES, [shard.children], [b"".join(part)])
+            for part in _cut(pack_keys(keys), _MOST_KEYS_PER_CALL)
             for shard in self._shards
         ]
         answers = [answer for some in _cut(calls, _MOST_CALLS_AT_ONCE) for answer in await self._client.run(some)]
         # Every shard returns its own part of the keys.
         by_part = _cut(answers, len(self._shards))
         relations = [b"".join(found) for shards in by_part for found in zip(*shards, strict=True)]
-        return [sorted(child for _, child in RELATION.iter_unpack(family)) for family in relations]
+        return [sorted(mixed([child for _, child in RELATION.iter_unpack(family)])) for family in relations]
 
     async def due(self, now: float, most: int) -> list[int]:
         limit = (b"WITHSCORES", b"LIMIT", 0, most)
@@ -747,7 +754,7 @@ class RedisBackend:
             [(b"ZRANGEBYSCORE", shard.pending, b"-inf", repr(now), *limit) for shard in self._shards]
         )
         found = [(float(at), key) for answer in answers for key, at in zip(answer[::2], answer[1::2], strict=True)]
-        return [_key(member) for _, member in sorted(found)[:most]]
+        return unpack_keys(member for _, member in sorted(found)[:most])
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._run([_touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])
@@ -768,9 +775,10 @@ class RedisBackend:
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         groups = self._by_shard(keys)
+        members = pack_keys(keys)
         answers = await self._client.execute(
             [
-                (b"ZMSCORE", self._shards[shard].order, *(KEY.pack(keys[i]) for i in positions))
+                (b"ZMSCORE", self._shards[shard].order, *(members[i] for i in positions))
                 for shard, positions in groups.items()
             ]
         )
@@ -784,7 +792,8 @@ class RedisBackend:
         coldest, is_enough = await self._coldest(count, start, requested)
         if not is_enough:
             coldest, _ = await self._coldest(count, start, count)
-        return [(_key(member), _access_of(score)) for member, score in coldest]
+        keys = unpack_keys(member for member, _ in coldest)
+        return [(key, _access_of(score)) for key, (_, score) in zip(keys, coldest, strict=True)]
 
     async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[Placed], bool]:
         firsts = [(b"ZRANGE", shard.order, start, start + requested - 1, b"WITHSCORES") for shard in self._shards]
@@ -802,7 +811,7 @@ class RedisBackend:
                 for number, batch in enumerate(_cut(list(dict.fromkeys(found[::2])), batch_size)):
                     members = await self._present(shard, batch) if number else batch
                     if members:
-                        yield list(map(_key, members))
+                        yield unpack_keys(members)
 
     async def random_sample(self, count: int, random: Random) -> list[int]:
         sizes = await self._sizes()
@@ -817,7 +826,7 @@ class RedisBackend:
                 inside.append(place - start)
                 place = next(places, total)
             calls += [ScriptCall(SAMPLE, [shard.order], part) for part in _cut(inside, _MOST_KEYS_PER_CALL)]
-        return [_key(member) for members in await self._client.run(calls) for member in members]
+        return unpack_keys(member for members in await self._client.run(calls) for member in members)
 
     async def drop(self) -> None:
         left = self._shards
@@ -833,23 +842,23 @@ class RedisBackend:
             left = [shard for shard, size in zip(left, sizes, strict=True) if size]
         self._sums.clear()
 
-    def _by_shard(self, keys: Iterable[int]) -> dict[int, list[int]]:
+    def _by_shard(self, keys: Sequence[int]) -> dict[int, list[int]]:
         """Return the positions of keys by shard."""
         groups: dict[int, list[int]] = {}
-        shard_count = len(self._shards)
-        for position, key in enumerate(keys):
-            groups.setdefault(shard_of(key, shard_count), []).append(position)
+        for position, shard in enumerate(shards_of(keys, len(self._shards))):
+            groups.setdefault(shard, []).append(position)
         return groups
 
     async def _read(self, keys: Sequence[int]) -> list[BlockRecord | None]:
-        shard_count, shards = len(self._shards), self._shards
-        names = [shards[shard_of(key, shard_count)].block(key) for key in keys]
+        blocks = [shard.blocks for shard in self._shards]
+        shards = shards_of(keys, len(blocks))
+        names = [blocks[shard] + member for shard, member in zip(shards, pack_keys(keys), strict=True)]
         if not self._client.is_cluster:
             (values,) = await self._client.mget([names])
-            return [None if data is None else decode_record(data) for data in values]
+            return _decoded(values)
         groups = self._by_shard(keys)
         parts = await self._client.mget([[names[i] for i in positions] for positions in groups.values()])
-        return [None if data is None else decode_record(data) for data in _restored(len(keys), groups, parts)]
+        return _decoded(_restored(len(keys), groups, parts))
 
     async def _sizes(self) -> list[int]:
         return await self._client.execute([(b"ZCARD", shard.order) for shard in self._shards])
@@ -881,13 +890,17 @@ def _access(score: bytes | None) -> Access | None:
     return None if score is None else _access_of(float(score))
 
 
-def _key(member: bytes) -> int:
-    (key,) = KEY.unpack(member)
-    return int(key)
-
-
 def _cut(items: Sequence[_Item], size: int) -> Iterable[Sequence[_Item]]:
     return (items[start : start + size] for start in range(0, len(items), size))
+
+
+def _decoded(values: Sequence[bytes | None]) -> list[BlockRecord | None]:
+    """Return records, measured for the call that runs."""
+    present = [data for data in values if data is not None]
+    with timed("meta_searcher.index_deserialize_time_us"):
+        records = iter(decode_records(present))
+    measure("meta_indexer.io_data_size", sum(map(len, present)))
+    return [None if data is None else next(records) for data in values]
 
 
 def _restored(

@@ -19,6 +19,7 @@ from kvcm.index.backends.backend import Sum
 from kvcm.index.backends.redis import KEY, RELATION, RETIRED, ShardKeys, first_score, is_retired
 from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed, pack_keys, unpack_keys
 from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
 
 __all__ = ["RedisAudit", "StoredBlocks"]
@@ -89,15 +90,15 @@ class RedisAudit:
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].order):
             for batch in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
+                yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         async for members in self._scan(b"ZSCAN", self._names[shard].pending):
             for batch in _cut(members[::2], BATCH_KEYS):
-                yield dict.fromkeys(map(_key, batch), _NO_PARENTS)
+                yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
         async for relations in self._scan(b"ZSCAN", self._names[shard].children):
             for batch in _cut(relations[::2], BATCH_KEYS):
-                yield _claims(RELATION.unpack(each) for each in batch if len(each) == RELATION.size)
+                yield _claims(_relations(each for each in batch if len(each) == RELATION.size))
 
     async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
         names, keys = self._names[shard], list(claims)
@@ -121,8 +122,8 @@ class RedisAudit:
         score = first_score(record) if record is not None else 0
         due = repr(float(record.due)) if record is not None and record.due is not None else ""
         parent = record.parent if record is not None else None
-        wrong = [KEY.pack(other) for other in view.parents if other != parent]
-        joined = KEY.pack(parent) if parent is not None else b""
+        wrong = pack_keys([other for other in view.parents if other != parent])
+        joined = b"".join(pack_keys([parent] if parent is not None else []))
         keys = [names.order, names.children, names.pending, names.block(view.key)]
         shift = RETIRED if is_retired(score) else 0
         arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong), shift]
@@ -153,7 +154,7 @@ class RedisAudit:
         pairs = list(requested)
         if not pairs:
             return {}
-        members = (RELATION.pack(*pair) for pair in pairs)
+        members = (b"".join(pack_keys(pair)) for pair in pairs)
         (scores,) = await self._client.execute([(b"ZMSCORE", names.children, *members)])
         return _claims(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
 
@@ -199,7 +200,7 @@ class StoredBlocks:
                 if key.block is not None:
                     groups.setdefault((key.uid, key.shard), []).append(key.block)
             commands = [
-                (b"ZMSCORE", self._order(uid, shard), *map(KEY.pack, blocks)) for (uid, shard), blocks in groups.items()
+                (b"ZMSCORE", self._order(uid, shard), *pack_keys(blocks)) for (uid, shard), blocks in groups.items()
             ]
             answers = await self._client.execute(commands) if commands else []
             for ((uid, shard), blocks), scores in zip(groups.items(), answers, strict=True):
@@ -251,7 +252,7 @@ def _parsed(prefix: str, name: bytes) -> _StoredKey | None:
     is_block = name[start : start + 1] == b"b"
     if len(name) != end + 1 + (KEY.size if is_block else 0):
         return None
-    return _StoredKey(name, int(uid), int(shard), _key(name[-KEY.size :]) if is_block else None)
+    return _StoredKey(name, int(uid), int(shard), *(unpack_keys([name[-KEY.size :]]) if is_block else [None]))
 
 
 def _escaped(text: str) -> bytes:
@@ -290,9 +291,10 @@ def _claims(pairs: Iterable[tuple[int, int]]) -> Claims:
     return {child: frozenset(parents) for child, parents in claims.items()}
 
 
-def _key(member: bytes) -> int:
-    (key,) = KEY.unpack(member)
-    return int(key)
+def _relations(members: Iterable[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield the mixed keys of parents and their children."""
+    keys = mixed([key for member in members for key in RELATION.unpack(member)])
+    return zip(keys[::2], keys[1::2], strict=True)
 
 
 def _cut(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -105,7 +105,7 @@ def _unsupported_settings(state: GroupState) -> list[str]:
 
 
 _POLICIES_WITH_AGE = ("leaf_lru", "lru", "fifo", "ttl")
-_POLICIES = ("leaf_lru", "lru", "lfu", "fifo", "sieve", "s3fifo")
+_POLICIES = ("leaf_lru", "lru", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo")
 _MOST_INSTANCES = 8  # that are asked whether a policy of their own would help
 _SEARCH_RATIO = 1.02  # how exactly the smallest quota is found
 _AT_ONCE = 4  # quotas, beside each other

@@ -27,7 +27,7 @@ from heapq import heapify, heappop, heappush
 from multiprocessing import get_context
 
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, InstanceGroupQuota, TriggerStrategy
-from kvcm.optimizer.live.recording import Finish, Lookup, Recording, Start
+from kvcm.optimizer.live.recording import Access, Finish, Lookup, Recording, Start
 from kvcm.reclaim.policies import POLICIES, Policy
 from kvcm.reclaim.policies.sharing import Sharing
 from kvcm.reclaim.watermarks import Watermark, group_watermark, size_watermark
@@ -320,8 +320,20 @@ class Outcome:
         return sum(self.found_blocks.values()) / max(1, sum(self.asked_blocks.values()))
 
 
+Observe = Callable[[Access, ResidentBlocks, int], None]
+"""Called after each access, with all blocks and the bytes that the group uses then."""
+
+
+def _observe_nothing(_access: Access, _blocks: ResidentBlocks, _used_bytes: int) -> None:
+    """Watch nothing."""
+
+
 def rehearse(
-    recording: Recording, group: InstanceGroup, block_bytes: Mapping[str, int], used_bytes: int = 0
+    recording: Recording,
+    group: InstanceGroup,
+    block_bytes: Mapping[str, int],
+    used_bytes: int = 0,
+    observe: Observe = _observe_nothing,
 ) -> Outcome:
     """Return what a group would have found.
 
@@ -330,8 +342,9 @@ def rehearse(
         group: with the settings that are asked about.
         block_bytes: of each instance of the group, by id.
         used_bytes: what the group uses now; where it was full before the recording began, it is so here.
+        observe: watches it.
     """
-    return _Rehearsal(recording, group, block_bytes, used_bytes).run()
+    return _Rehearsal(recording, group, block_bytes, used_bytes).run(observe)
 
 
 def unlimited(group: InstanceGroup) -> InstanceGroup:
@@ -392,7 +405,7 @@ class _Rehearsal:
             self._used = low
         self._evict_down()
 
-    def run(self) -> Outcome:
+    def run(self, observe: Observe) -> Outcome:
         """Do everything again."""
         for access in self._recording.accesses:
             member = self._members.get(access.instance)
@@ -405,6 +418,7 @@ class _Rehearsal:
                 self._start(member, access)
             else:
                 self._finish(member, access)
+            observe(access, self._blocks, self._used)
         seconds = self._now - self._began
         return Outcome(
             asked_blocks={member.name: member.asked_blocks for member in self._members.values()},

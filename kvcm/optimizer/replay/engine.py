@@ -14,7 +14,7 @@ import numpy as np
 
 from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.options import PolicySpec
-from kvcm.optimizer.replay.kernels.frequency import replay_lfu
+from kvcm.optimizer.replay.kernels.frequency import replay_lfu, replay_lfu_aging
 from kvcm.optimizer.replay.kernels.future import replay_belady
 from kvcm.optimizer.replay.kernels.recency import replay_fifo, replay_leaf_lru, replay_lru
 from kvcm.optimizer.replay.kernels.requests import Requests, requests_of
@@ -101,7 +101,7 @@ def counted(trace: Trace, job: Job, outcome: Outcome, seconds: float) -> Replay:
     )
 
 
-_LONGEST_FIRST = ("random_lru", "lfu", "s3fifo", "belady", "sieve", "ttl", "leaf_lru", "lru", "fifo")
+_LONGEST_FIRST = ("random_lru", "lfu_aging", "lfu", "s3fifo", "belady", "sieve", "ttl", "leaf_lru", "lru", "fifo")
 _NO_LIMIT = -1
 
 
@@ -183,6 +183,7 @@ def _kernel(spec: PolicySpec) -> Callable[[Requests, int, bool, Int32Column, Int
         "leaf_lru": replay_leaf_lru,
         "belady": partial(replay_belady, bypass=spec.bypass),
         "lfu": replay_lfu,
+        "lfu_aging": replay_lfu_aging,
         "fifo": partial(replay_fifo, most_age_us=_NO_LIMIT),
         "sieve": replay_sieve,
         "s3fifo": partial(replay_s3fifo, warmup=spec.warmup),

@@ -196,8 +196,8 @@ def policy_of(spec: PolicySpec, capacity: int | None, is_leaf: IsLeaf, future: F
     match spec.name:
         case "leaf_lru":
             return LeafLru(is_leaf)
-        case "lfu":
-            return Lfu(ageing=False)
+        case "lfu" | "lfu_aging":
+            return Lfu(ageing=spec.name == "lfu_aging")
         case "s3fifo":
             return S3Fifo(warmup=int(0.1 * capacity) if spec.warmup and capacity else None, blocks=capacity)
         case "ttl":

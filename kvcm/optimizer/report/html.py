@@ -103,6 +103,7 @@ _POLICIES = {
     "s3fifo": (5, "-", "P"),
     "ttl": (6, ":", "X"),
     "random_lru": (7, ":", "*"),
+    "lfu_aging": (2, "-", "<"),
 }
 BOUND = "belady"
 

@@ -81,6 +81,8 @@ def method(study: Study, key: str) -> Section:
         "Before each block that is inserted one is evicted when the cache is full (mode block)."
         if study.options.mode == "block"
         else "A whole request is read and written, then the cache evicts down to its capacity (mode request)."
+        if study.options.mode == "request"
+        else "As a manager evicts: while a request is written, the tail of a chain before its head (mode manager)."
     )
     notes = (
         "A request hits its leading resident blocks, up to the first that is missing; rates are blocks hit per block "

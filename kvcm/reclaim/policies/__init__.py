@@ -19,7 +19,8 @@ __all__ = ["POLICIES", "Fifo", "IsLeaf", "LeafLru", "Lfu", "Lru", "Policy", "S3F
 POLICIES: dict[str, Callable[[IsLeaf, EvictionPolicy], Policy]] = {
     "fifo": lambda is_leaf, policy: Fifo(),
     "leaf_lru": lambda is_leaf, policy: LeafLru(is_leaf),
-    "lfu": lambda is_leaf, policy: Lfu(ageing=True),
+    "lfu": lambda is_leaf, policy: Lfu(ageing=False),
+    "lfu_aging": lambda is_leaf, policy: Lfu(ageing=True),
     "lru": lambda is_leaf, policy: Lru(),
     "s3fifo": lambda is_leaf, policy: S3Fifo(),
     "sieve": lambda is_leaf, policy: Sieve(),

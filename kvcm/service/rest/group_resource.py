@@ -73,7 +73,7 @@ class EvictionPolicyDocument(Document):
     """Order and age of eviction."""
 
     name: Text = ""
-    """lru, lfu, ttl, fifo, sieve, s3fifo or leaf_lru; empty = as the level above says."""
+    """lru, lfu, lfu_aging, ttl, fifo, sieve, s3fifo or leaf_lru; empty = as the level above says."""
     ttl_seconds: Int64 = 0
     """Blocks leave at this age although there is space; 0 = never."""
     ttl_sliding: bool = False

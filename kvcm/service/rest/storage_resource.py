@@ -135,6 +135,9 @@ class StorageStatusDocument(Document):
     """Those of them that are free; -1 = not known."""
     is_draining: bool
     """It is being drained: nothing is written to it, and its blocks are evicted."""
+    is_full: bool
+    """Its medium has no space, or too little: blocks go to other storages if they can, and leave it until there is
+    some."""
 
 
 def _is_given(field: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import time
@@ -37,11 +38,13 @@ from redis.exceptions import (
 from kvcm.model.errors import StorageIOError
 from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.uri import Address, RedisSettings
+from kvcm.store.store import StoreGate
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
     "Argument",
     "Command",
+    "Eviction",
     "Exchange",
     "Node",
     "RedisClient",
@@ -64,11 +67,13 @@ class Script:
         text: of the function.
         allow_oom: whether it runs on a server that is at its `maxmemory` too. For what ends or renews something and so
             must be possible then; it must not let the store grow with every call.
+        creates: whether it stores something new, which is refused while the gate says so.
     """
 
-    __slots__ = ("sha1", "text")
+    __slots__ = ("creates", "sha1", "text")
 
-    def __init__(self, text: str, *, allow_oom: bool = False) -> None:
+    def __init__(self, text: str, *, allow_oom: bool = False, creates: bool = False) -> None:
+        self.creates = creates
         # The server reads the flags of a script from its first line.
         self.text = f"#!lua flags=allow-oom\n{text}" if allow_oom else text
         self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
@@ -566,6 +571,42 @@ def slot_of(key: bytes) -> int:
     return crc_hqx(key[start + 1 : end] if end > start + 1 else key, 0) % _SLOT_COUNT
 
 
+class Eviction(NamedTuple):
+    """What a server drops by itself when its memory is full.
+
+    Attributes:
+        address: of the server.
+        policy: its `maxmemory-policy`, None where it does not say so: access rules may forbid both ways to ask.
+        evicted: how many keys it dropped since it started.
+    """
+
+    address: Address
+    policy: str | None
+    evicted: int
+
+
+_ASK_EVICTION: tuple[Command, ...] = (
+    (b"INFO", b"memory"),
+    (b"INFO", b"stats"),
+    (b"CONFIG", b"GET", b"maxmemory-policy"),
+)
+
+
+def _eviction_of(address: Address, answers: Sequence[Any]) -> Eviction:
+    memory, stats, config = answers
+    facts = {**_facts(memory), **_facts(stats)}
+    policy = facts.get("maxmemory_policy")
+    if policy is None and isinstance(config, list) and len(config) == 2:
+        policy = config[1].decode(errors="replace")
+    return Eviction(address, policy, int(facts.get("evicted_keys") or 0))
+
+
+def _facts(info: Any) -> dict[str, str]:
+    """Return the lines of INFO by name; none of an error."""
+    lines = info.decode(errors="replace").splitlines() if isinstance(info, bytes) else []
+    return dict(line.partition(":")[::2] for line in lines)
+
+
 class RedisClient:
     """Connections to one Redis or Valkey, made when needed.
 
@@ -575,6 +616,7 @@ class RedisClient:
         prefix: name of the deployment; every key begins with it.
         is_cluster: whether keys of different hash tags may lie on different servers.
         times: how long operations took, by kind.
+        gate: why there is nothing to be asked or stored now.
         on_new_server: called before a server that may be a new master gets a command; when it raises, it gets none.
     """
 
@@ -583,6 +625,7 @@ class RedisClient:
         self.prefix = settings.cluster_name
         self.is_cluster = settings.kind == "cluster"
         self.times = {op: Histogram() for op in ("read", "script", "command", "other")}
+        self.gate = StoreGate()
         self.on_new_server: _Greet = _accept_server
         self._topology = _topology_of(settings, random, lambda send: self.on_new_server(send))
 
@@ -591,8 +634,15 @@ class RedisClient:
         """Return a client that is not connected yet."""
         return cls(settings, Random())  # noqa: S311 - spreads load over nodes
 
+    def ungated(self) -> RedisClient:
+        """Return a client over the same connections that no gate holds up: for what decides over the gate."""
+        other = copy.copy(self)
+        other.gate = StoreGate()
+        return other
+
     async def mget(self, groups: Sequence[Sequence[bytes]]) -> list[list[bytes | None]]:
         """Return values of keys, None where there is none. Keys of one group share a hash tag."""
+        self._check_gate()
         async with self._deadline("read"):
             for _ in range(self.settings.retry_count):
                 with contextlib.suppress(StorageIOError):
@@ -601,6 +651,7 @@ class RedisClient:
 
     async def run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         """Run scripts and return their answers. An error of one raises; others may have run then."""
+        self._check_gate(creates=any(call.script.creates for call in calls))
         async with self._deadline("script"):
             slots = [self._slot(call.keys[0]) for call in calls]
             answers = await self._send([_Sent(call.by_sha1, slot) for call, slot in zip(calls, slots, strict=True)])
@@ -612,6 +663,7 @@ class RedisClient:
 
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Run commands that each have one key, in second place, and return their answers, as those of RESP2."""
+        self._check_gate()
         async with self._deadline("command"):
             return self._checked(await self._send([_Sent(command, self._slot(_key(command))) for command in commands]))
 
@@ -620,19 +672,30 @@ class RedisClient:
         await self._send_to_masters((b"PING",))
 
     async def info_version(self) -> tuple[int, ...]:
-        """Return the version of the oldest master, as Redis counts them."""
+        """Return the version of the oldest master, as Redis counts them; nothing where access rules forbid to ask."""
         versions = []
-        for answer in await self._send_to_masters((b"INFO", b"server")):
-            lines = dict(line.partition(":")[::2] for line in answer.decode().splitlines())
-            versions.append(tuple(int(part) for part in lines["redis_version"].split(".")))
-        return min(versions)
+        async with self._deadline():
+            for node in await self._topology.masters():
+                (answer,) = await node.send([(b"INFO", b"server")])
+                if isinstance(answer, ResponseError) and _code(answer) in _PASSING:
+                    self._checked([answer])
+                if shown := _facts(answer).get("redis_version"):
+                    versions.append(tuple(int(part) for part in shown.split(".")))
+        return min(versions, default=())
 
     async def check(self) -> None:
-        """Return if the servers are of a version that can be used."""
+        """Return if the servers are of a version that can be used, or do not say which."""
         version = await self.info_version()
-        if version < _LEAST_VERSION:
+        if version and version < _LEAST_VERSION:
             shown = ".".join(map(str, version))
             raise StorageIOError(f"redis is of version {shown}; use Redis 7.0 or later, or Valkey")
+
+    async def eviction(self) -> list[Eviction]:
+        """Return what the masters evict by themselves, by INFO or CONFIG, as far as they say so."""
+        async with self._deadline():
+            return [
+                _eviction_of(node.address, await node.send(_ASK_EVICTION)) for node in await self._topology.masters()
+            ]
 
     async def masters(self) -> list[Address]:
         """Query and return the addresses of all masters, in a fixed order."""
@@ -662,6 +725,12 @@ class RedisClient:
     async def close(self) -> None:
         """Close all connections."""
         await self._topology.close()
+
+    def _check_gate(self, *, creates: bool = False) -> None:
+        if self.gate.closed:
+            raise StorageIOError(self.gate.closed)
+        if creates and self.gate.full:
+            raise StorageIOError(self.gate.full)
 
     @asynccontextmanager
     async def _deadline(self, op: str = "other") -> AsyncIterator[None]:
@@ -740,6 +809,8 @@ class RedisClient:
             return sent._replace(node=None, asking=False)
         if _code(answer) in _OTHER_ROLE:
             await self._topology.invalidate()
+            if sent.node is not None:
+                await sent.node.forget_server()  # as a replica it takes over the data of another one
         return None
 
     @staticmethod

@@ -37,7 +37,8 @@ from kvcm.store.redis.client import RedisClient, Script, ScriptCall
 __all__ = ["Counters", "Demand", "QuotaCounters", "Recount", "Report", "TotalLimit"]
 
 _encode = msgspec.msgpack.encode
-_RESERVE = Script("""
+_RESERVE = Script(
+    """
 local counters, rows = KEYS[1], KEYS[2]
 local want = cmsgpack.unpack(ARGV[3])
 local taken, flat = {}, redis.call('HGETALL', counters)
@@ -62,12 +63,14 @@ if fits and redis.call('HSETNX', rows, ARGV[1], cmsgpack.pack({ARGV[2], want})) 
   flat = redis.call('HGETALL', counters)
 end
 return {fits and 1 or 0, flat}
-""")
+""",
+    creates=True,
+)
 _RELEASE = """
 local function release(owner)
   local row = redis.call('HGET', rows, owner)
   if not row then return end
-  for _, each in ipairs(cmsgpack.unpack(row)[2]) do redis.call('HINCRBY', counters, 'r:' .. each[1], -each[2]) end
+  for _, each in ipairs(cmsgpack.unpack(row)[2]) do redis.call('HINCRBY', counters, 'r:' .. each[1], 0 - each[2]) end
   redis.call('HDEL', rows, owner)
 end
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from heapq import merge
@@ -11,7 +12,7 @@ from typing import Any
 from redis.exceptions import AskError, ResponseError
 
 from kvcm.store.redis.client import Argument, Exchange, RedisClient, Script, ScriptCall
-from kvcm.store.store import PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement
+from kvcm.store.store import MARK_BITS, PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement
 
 __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 
@@ -19,7 +20,8 @@ __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 #
 # The server's clock alone decides when it ends. A server that loses its last second (a failover, `appendfsync
 # everysec`) can forget a lease, so two managers may lead for a moment; the duties are compare-and-set like everything
-# else.
+# else. Such a server may also give a token again: what a manager remembers of a term goes by its own count
+# (`Leadership.terms`).
 
 _ACQUIRE = Script(
     """
@@ -74,6 +76,10 @@ class RedisLease:
 #
 # The three share a hash tag and change in one script, so that no crash leaves one of them behind. How a document ended
 # is a string of its own of the same hash tag, which the server expires: no sweep is needed.
+#
+# A counter says that something changed, as long as the server goes forward. One that loads an old dump, or a replica
+# that lagged, goes back, and counts up to the same number on another way. So a table that managers keep a copy of has a
+# mark beside its counter, which every change replaces by a random one: number and mark together come once.
 
 _REPLACE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
@@ -93,10 +99,11 @@ else
   redis.call('ZREM', KEYS[2], ARGV[1])
 end
 redis.call('INCR', KEYS[3])
+if ARGV[7] ~= '' then redis.call('SET', KEYS[4], ARGV[7]) end
 return 1
 """
 _REPLACE_TOGETHER = """
-for at = 1, #ARGV, 5 do
+for at = 2, #ARGV, 5 do
   local there = redis.call('HGET', KEYS[1], ARGV[at])
   if ARGV[at + 1] == '1' then
     if there ~= ARGV[at + 2] then return 0 end
@@ -104,7 +111,7 @@ for at = 1, #ARGV, 5 do
     return 0
   end
 end
-for at = 1, #ARGV, 5 do
+for at = 2, #ARGV, 5 do
   if ARGV[at + 3] == '1' then
     redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 4])
   else
@@ -113,6 +120,7 @@ for at = 1, #ARGV, 5 do
   redis.call('ZREM', KEYS[2], ARGV[at])
 end
 redis.call('INCR', KEYS[3])
+if ARGV[1] ~= '' then redis.call('SET', KEYS[4], ARGV[1]) end
 return 1
 """
 _CONCLUDE = """
@@ -123,14 +131,15 @@ redis.call('INCR', KEYS[3])
 redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
 return 1
 """
-_CREATE = Script(_REPLACE)
+_CREATE = Script(_REPLACE, creates=True)
 _CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server existing documents can be decided, finished and removed
 _END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
-_CREATE_TOGETHER = Script(_REPLACE_TOGETHER)
+_CREATE_TOGETHER = Script(_REPLACE_TOGETHER, creates=True)
 _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
 # Written by operators and by managers that start: few, and removing an instance begins with a new document. Deletion
 # numbers, one a storage, come before bytes are deleted, and so before memory is freed.
 _ALWAYS = {"registry", "nodes", UNVERIFIED}
+_MARKED = {"registry"}
 
 
 class RedisTable:
@@ -147,9 +156,10 @@ class RedisTable:
         is_always_taken = name in _ALWAYS or name.startswith(PART)
         self._create = _CHANGE if is_always_taken else _CREATE
         self._create_together = _CHANGE_TOGETHER if is_always_taken else _CREATE_TOGETHER
+        self._is_marked = name in _MARKED
         self._parts = range(shard_count)
-        self._documents, self._due, self._versions, self._outcomes = (
-            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvo"
+        self._documents, self._due, self._versions, self._marks, self._outcomes = (
+            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvmo"
         )
 
     @property
@@ -163,6 +173,12 @@ class RedisTable:
         assert document is None or isinstance(document, bytes)
         return document
 
+    async def get_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
+        """Return documents of a table of one part as they are at one moment, None where there is none."""
+        (found,) = await self._client.execute([(b"HMGET", self.document_key, *(name.encode() for name in names))])
+        documents: Sequence[bytes | None] = found
+        return documents
+
     async def all(self) -> Mapping[str, bytes]:
         parts = await self._client.execute([(b"HGETALL", key) for key in self._documents])
         return {name.decode(): value for part in parts for name, value in _pairs(part)}
@@ -170,7 +186,7 @@ class RedisTable:
     async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
         keys = self._keys(self._part(name))
         when = repr(float(due)) if due and new is not None else ""
-        args = (name.encode(), int(old is not None), old or b"", int(new is not None), new or b"", when)
+        args = (*_arguments(Replacement(name, old, new)), when, self._new_mark())
         (done,) = await self._client.run([ScriptCall(self._create if old is None else _CHANGE, keys, args)])
         return bool(done)
 
@@ -181,12 +197,12 @@ class RedisTable:
             return True
         creates = any(each.old is None for each in replacements)
         script = self._create_together if creates else _CHANGE_TOGETHER
-        args = [argument for each in replacements for argument in _arguments(each)]
+        args = [self._new_mark(), *(argument for each in replacements for argument in _arguments(each))]
         (done,) = await self._client.run([ScriptCall(script, self._keys(parts.pop()), args)])
         return bool(done)
 
     async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
-        keys = (*self._keys(self._part(name)), self._outcome_key(name))
+        keys = (*self._keys(self._part(name))[:3], self._outcome_key(name))
         args = (name.encode(), old, outcome, max(1, round(seconds * 1000)))
         (done,) = await self._client.run([ScriptCall(_END, keys, args)])
         return bool(done)
@@ -199,8 +215,11 @@ class RedisTable:
     def _outcome_key(self, name: str) -> bytes:
         return self._outcomes[self._part(name)] + name.encode()
 
-    def _keys(self, part: int) -> tuple[bytes, bytes, bytes]:
-        return self._documents[part], self._due[part], self._versions[part]
+    def _keys(self, part: int) -> tuple[bytes, bytes, bytes, bytes]:
+        return self._documents[part], self._due[part], self._versions[part], self._marks[part]
+
+    def _new_mark(self) -> bytes:
+        return secrets.token_bytes(MARK_BITS // 8) if self._is_marked else b""
 
     async def due(self, now: float, most: int) -> list[str]:
         limit = (b"LIMIT", 0, most, b"WITHSCORES")
@@ -211,7 +230,11 @@ class RedisTable:
         return [name.decode() for _, name in islice(names, most)]
 
     async def version(self) -> int:
-        return sum(int(count or 0) for count in await self._client.execute([(b"GET", key) for key in self._versions]))
+        if not self._is_marked:
+            return sum(int(n or 0) for n in await self._client.execute([(b"GET", key) for key in self._versions]))
+        keys = zip(self._versions, self._marks, strict=True)
+        numbers = await self._client.execute([(b"MGET", *pair) for pair in keys])
+        return sum(int(n or 0) << MARK_BITS | int.from_bytes(mark or b"") for n, mark in numbers)
 
     def _part(self, name: str) -> int:
         return zlib.crc32(name.encode()) % len(self._parts)
@@ -236,6 +259,11 @@ class RedisStore:
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
+        self._greeters: list[Callable[[ReadDocuments, float], Awaitable[None]]] = []
+
+    def registry_table(self) -> RedisTable:
+        """Return the table of the registry, which the gate of the client does not close."""
+        return RedisTable(self.client.ungated(), "registry", 1)
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
         return RedisTable(self.client, name, shard_count)
@@ -249,7 +277,9 @@ class RedisStore:
     def on_new_server(self, greet: Callable[[ReadDocuments, float], Awaitable[None]]) -> None:
         """Call `greet` before a server gets its first command that this process did not know as a master: it may be a
         replica that lagged, or have loaded older data. It is given a way to read documents of `parts` there, and
-        the seconds that it may take; when it raises, the server gets no command, and is asked again."""
+        the seconds that it may take; when it raises, the server gets no command, and is asked again. Several are called
+        in the order in which they came."""
+        self._greeters.append(greet)
 
         async def greet_server(send: Exchange) -> None:
             async def read(part: str, names: Sequence[str]) -> Sequence[bytes | None] | None:
@@ -262,7 +292,9 @@ class RedisStore:
                 found: Sequence[bytes | None] = answer
                 return found
 
-            await greet(read, self.client.settings.timeout_seconds / 2)  # within the call that needs the server
+            seconds = self.client.settings.timeout_seconds / 2  # within the call that needs the server
+            for each in self._greeters:
+                await each(read, seconds / len(self._greeters))
 
         self.client.on_new_server = greet_server
 

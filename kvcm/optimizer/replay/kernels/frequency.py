@@ -1,7 +1,9 @@
-"""LFU: the order is how often blocks were accessed since they came, then when.
+"""LFU: the order is how often blocks were accessed since they came, then when. With ageing (LFU-DA, as
+`kvcm.reclaim.policies.lfu` describes it) it is that number and an allowance: the worth of the last block evicted.
 
-One ring of links holds the blocks of one frequency together, and a table knows the newest of each frequency: a block
-whose frequency grows by one moves to the next group, or stays if it is the last of its own and there is no next.
+One ring of links holds the blocks of one frequency (one worth) together, and a table knows the newest of each: a block
+whose frequency grows by one moves to the next group, or stays if it is the last of its own and there is no next. With
+ageing it may move over many groups.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from kvcm.optimizer.compiled import compiled
 from kvcm.optimizer.replay.kernels.requests import Requests
 from kvcm.optimizer.trace import Int32Column
 
-__all__ = ["replay_lfu"]
+__all__ = ["replay_lfu", "replay_lfu_aging"]
 
 _NONE = 0
 
@@ -94,6 +96,89 @@ def replay_lfu(requests: Requests, capacity: int, by_request: bool, hits: Int32C
                 count += 1
         while count > capacity:
             _evict(older, newer, counts, newest)
+            count -= 1
+        resident[request] = count
+    return objects
+
+
+# With ageing. An allowance is the worth of a victim, which no resident block is below: so an insert goes to the second
+# of the groups that may exist, and only a touched block looks for its place, downwards from its new worth.
+
+
+@compiled
+def _place(older: Int32Column, newer: Int32Column, worths: Int32Column, newest: Int32Column, block: int) -> None:
+    """Put a block behind those of its worth, or of the next lower one that some block has."""
+    worth = worths[block]
+    below = worth
+    while below > 0 and newest[below] == _NONE:
+        below -= 1
+    after = newest[below] - 1 if below > 0 else len(newer) - 1
+    behind = newer[after]
+    older[block] = after
+    newer[block] = behind
+    newer[after] = older[behind] = block
+    newest[worth] = block + 1
+
+
+@compiled
+def _take_out(older: Int32Column, newer: Int32Column, worths: Int32Column, newest: Int32Column, block: int) -> None:
+    after, behind = older[block], newer[block]
+    if newest[worths[block]] == block + 1:
+        newest[worths[block]] = after + 1 if worths[after] == worths[block] else _NONE
+    newer[after] = behind
+    older[behind] = after
+
+
+@compiled
+def _evict_worth(
+    older: Int32Column, newer: Int32Column, counts: Int32Column, worths: Int32Column, newest: Int32Column
+) -> int:
+    """Take the oldest block of the least worth out and return its worth."""
+    victim = newer[len(newer) - 1]
+    _take_out(older, newer, worths, newest, victim)
+    counts[victim] = 0
+    return int(worths[victim])
+
+
+@compiled
+def replay_lfu_aging(
+    requests: Requests, capacity: int, by_request: bool, hits: Int32Column, resident: Int32Column
+) -> int:
+    """Replay LFU with ageing."""
+    end = requests.unique
+    newer = np.full(end + 1, end, np.int32)  # a ring that begins and ends at `end`
+    older = newer.copy()
+    counts = np.zeros(end + 1, np.int32)  # accesses since the insert, which is one; 0 of what is not resident
+    worths = np.zeros(end + 1, np.int32)  # 0 at `end`
+    most = 2 * len(requests.blocks) + 1
+    newest = np.zeros(most + 1, np.int32)  # by worth, the block's number + 1
+    count = objects = allowance = 0
+    for request in range(len(requests.read_blocks)):
+        writes = requests.writes[request]
+        start = requests.offsets[request]
+        reads_stop = start + requests.read_blocks[request]
+        is_prefix = True
+        for at in range(start, requests.offsets[request + 1] if writes else reads_stop):
+            block = requests.blocks[at]
+            is_hit = counts[block] > 0
+            is_prefix = is_prefix and is_hit
+            if at < reads_stop:
+                objects += is_hit
+                hits[request] += is_prefix
+            if not is_prefix and not writes:
+                continue
+            if is_hit:
+                _take_out(older, newer, worths, newest, block)
+            else:
+                if count == capacity and not by_request:
+                    allowance = _evict_worth(older, newer, counts, worths, newest)
+                    count -= 1
+                count += 1
+            counts[block] += 1
+            worths[block] = min(counts[block] + allowance, most)
+            _place(older, newer, worths, newest, block)
+        while count > capacity:
+            allowance = _evict_worth(older, newer, counts, worths, newest)
             count -= 1
         resident[request] = count
     return objects

@@ -23,6 +23,7 @@ class EngineVerb(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WRITE: _ClassVar[EngineVerb]
     REMOVE: _ClassVar[EngineVerb]
     PIN: _ClassVar[EngineVerb]
+    REPORT: _ClassVar[EngineVerb]
 ROLE_UNSPECIFIED: Role
 ROLE_VIEWER: Role
 ROLE_OPERATOR: Role
@@ -33,6 +34,7 @@ MATCH: EngineVerb
 WRITE: EngineVerb
 REMOVE: EngineVerb
 PIN: EngineVerb
+REPORT: EngineVerb
 
 class Key(_message.Message):
     __slots__ = ("key_id", "name", "role", "instance_groups", "verbs", "created_at_ms", "expires_at_ms", "last_used_at_ms", "certificate_name", "account")
