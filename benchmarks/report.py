@@ -20,6 +20,9 @@ from rich.table import Table
 __all__ = ["Row", "arguments", "commit", "is_sound", "left_out", "publish"]
 
 
+_TIMES = {"s", "ms", "us"}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One figure, beside what it is compared with in the same run.
@@ -90,7 +93,7 @@ def publish(title: str, rows: Sequence[Row], target_file: Path | None, device: d
 
 def is_sound(rows: Sequence[Row]) -> bool:
     """Return whether every target is met but those of time, which a smoke run on a busy machine may miss."""
-    return all(row.ok is not False for row in rows if row.unit != "s")
+    return all(row.ok is not False for row in rows if row.unit not in _TIMES)
 
 
 def _cell(value: Any) -> str:

@@ -73,7 +73,8 @@ async def with_free_slots(world: SlotWorld, count: int = 4) -> list[str]:
 
 
 async def check_space(world: SlotWorld, *, by_blocks: bool = True) -> None:
-    await live_through(world, 6000, 400, by_blocks=by_blocks)
+    # Of 400 blocks the space hangs on the order in which threads delete: 1.12 to 1.19 times theirs, of so many 1.05.
+    await live_through(world, 10_000, 1200, by_blocks=by_blocks)
     counts = world.counts
     assert (counts.overlaps, counts.wrong_reads, counts.failures) == (0, 0, 0)
     assert counts.reused > counts.created / 2
