@@ -227,13 +227,13 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None, code: Pa
     """
     ports = {name: free_port() for name in _PORTS}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        given = [
+        given = [  # of one key the first counts
+            *settings,
             *(f"kvcm.service.{name}={port}" for name, port in ports.items()),
             "kvcm.registry_storage.uri=memory://",
             f"kvcm.startup_config={_startup_config(Path(directory))}",
             f"kvcm.auth.admin_key_file={directory}/admin.key",
             "kvcm.limits.keys_per_second=0",  # one client may have all that the manager has
-            *settings,
         ]
         options = [word for setting in given for word in ("-e", setting)]
         options += ["-c", str(config_file)] if config_file is not None else []
