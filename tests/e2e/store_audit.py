@@ -40,7 +40,8 @@ class StoreAudit:
     """The findings.
 
     Attributes:
-        wrong: broken invariants.
+        broken: broken invariants.
+        torn: parts of the store that disagree, perhaps since it changed while it was read.
         used_bytes: by group, counted from the records.
         blocks: number of records.
         statuses: locations by status.
@@ -50,7 +51,8 @@ class StoreAudit:
         groups_below: those of them that count less than there is.
     """
 
-    wrong: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    torn: list[str] = field(default_factory=list)
     used_bytes: Counter[str] = field(default_factory=Counter)
     blocks: int = 0
     statuses: Counter[LocationStatus] = field(default_factory=Counter)
@@ -62,14 +64,20 @@ class StoreAudit:
     _fields: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     @property
+    def wrong(self) -> list[str]:
+        """Everything that must not be, once the store is quiet."""
+        return [*self.broken, *self.torn]
+
+    @property
     def unfinished(self) -> int:
         """Locations that are writing or deleting."""
         return self.statuses[LocationStatus.WRITING] + self.statuses[LocationStatus.DELETING]
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is unfinished, and usage agrees."""
-        return not (self.unfinished or self.sessions or self.groups_off)
+        """Whether nothing is unfinished, and usage agrees. A block that goes between two reads of one audit leaves
+        neither, and is torn."""
+        return not (self.unfinished or self.sessions or self.groups_off or self.torn)
 
     def unrest(self) -> list[str]:
         """Return why it is not quiet."""
@@ -88,17 +96,17 @@ class StoreAudit:
         records = [record for record in await backend.get_many(keys) if record is not None]
         for key, record in zip(keys, await backend.get_many(keys), strict=True):
             if record is None:
-                self.wrong.append(f"{where}: {unmixed_key(key)} is listed and has no record")
+                self.torn.append(f"{where}: {unmixed_key(key)} is listed and has no record")
             else:
                 self._record(f"{where}/{unmixed_key(key)}", record, used, deleting)
         await self._pending(where, backend, keys)
         if kept_count != len(records):
-            self.wrong.append(f"{where}: {kept_count} keys counted, {len(records)} records")
+            self.torn.append(f"{where}: {kept_count} keys counted, {len(records)} records")
         leaving = sum(all(each.status is LocationStatus.DELETING for each in record.locations) for record in records)
         if kept != used:
-            self.wrong.append(f"{where}: usage is kept as {dict(kept)}, recounted {dict(used)}")
+            self.torn.append(f"{where}: usage is kept as {dict(kept)}, recounted {dict(used)}")
         if kept_deleting != (deleting, leaving):
-            self.wrong.append(f"{where}: deletions are kept as {kept_deleting}, recounted {(deleting, leaving)}")
+            self.torn.append(f"{where}: deletions are kept as {kept_deleting}, recounted {(deleting, leaving)}")
         self.blocks += len(records)
         self.used_bytes[group] += sum(used.values())
         self._fields[group].update(
@@ -117,7 +125,7 @@ class StoreAudit:
                 deleting[location.place] += location.size_bytes
             if location.status is not LocationStatus.SERVING and location.deadline < now - _LATE_SECONDS:
                 late = now - location.deadline
-                self.wrong.append(f"{where}: {location.status.name} for {late:.1f} s longer than allowed: {location}")
+                self.broken.append(f"{where}: {location.status.name} for {late:.1f} s longer than allowed: {location}")
             for spec in decode_chunk(location.chunk).specs:
                 uri = LocationUri.parse(spec.uri)
                 self.paths.add(uri.path)
@@ -128,7 +136,7 @@ class StoreAudit:
         records = zip(keys, await backend.get_many(keys), strict=True)
         expected = {key for key, record in records if record is not None and record.due is not None}
         if pending != expected:
-            self.wrong.append(f"{where}: due are {len(pending)} blocks, by their records {len(expected)}")
+            self.torn.append(f"{where}: due are {len(pending)} blocks, by their records {len(expected)}")
 
     def group(self, name: str, before: Counters, received: Counters) -> None:
         """Compare the shared counters of a group, as they were before and after the records, with the records."""
@@ -143,7 +151,9 @@ class StoreAudit:
 
     def conclude(self) -> None:
         """Check what spans instances."""
-        self.wrong += [f"{extent} belongs to {count} locations" for extent, count in self._extents.items() if count > 1]
+        self.broken += [
+            f"{extent} belongs to {count} locations" for extent, count in self._extents.items() if count > 1
+        ]
 
 
 def _covered(counters: Counters, field: str) -> int:
@@ -220,12 +230,12 @@ async def _audit(metadata: Metadata, registry: Registry, capacities: dict[str, i
         audit.sessions += 1
         session = WriteSession.decoded(session_id, document)
         if session.deadline < time.time() - _LATE_SECONDS:
-            audit.wrong.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
+            audit.broken.append(f"session {session_id[:8]} is {time.time() - session.deadline:.1f} s overdue")
     for name, received in (await _counters(metadata, registry)).items():
         audit.group(name, before[name], received)
     for name, capacity in capacities.items():
         if audit.used_bytes[name] > capacity:
-            audit.wrong.append(f"group {name} uses {audit.used_bytes[name]} of {capacity} bytes")
+            audit.broken.append(f"group {name} uses {audit.used_bytes[name]} of {capacity} bytes")
     audit.conclude()
     return audit
 
