@@ -1,12 +1,12 @@
 """Drains: storages that are emptied, and removed ones whose blocks are still to be forgotten.
 
 The registry remembers both in the storage's document, so they survive a restart and are carried on by the leader.
-Nothing else is stored: what is left is asked of the indexes, whose counters change together with the records.
+Nothing else is stored: the rest is asked of the indexes, whose counters change together with the records.
 
 * A drain marks what serves on the storage as deleting, lap by lap through every index, slowly enough for requests. What
-  is being written there is left to its session's end, what is pinned to the pin's: a later lap finds it. The storage
+  is being written there is left to its session's end, pinned blocks to the pin's: a later lap finds it. The storage
   takes no new blocks meanwhile (`selection`), and goes on being read.
-* A removal marks everything that lay on the storage, also what is pinned or being written: nobody can read it there.
+* A removal marks everything that lay on the storage, also pinned blocks and those being written: nobody can read them.
   The deletion executor then drops the metadata alone, as the storage is not configured. It begins some seconds after
   the storage was removed: until then an operator who did not mean it adds it again, and finds every block. By then all
   managers know of it, and writes that were begun before have stored their blocks or given up.

@@ -61,7 +61,7 @@ _MOST_SETS = 1024  # of specs that are stored together
 
 @dataclass(frozen=True, slots=True)
 class InstanceCache:
-    """An instance, its index, and what is derived from its registration once.
+    """An instance, its index, and tables derived from its registration once.
 
     Attributes:
         instance: the registration.

@@ -21,9 +21,10 @@ from kvcm.cache.prefix_match import (
     block_metas,
     match,
 )
-from kvcm.cache.quotas import Ledger, LimitCache, MetadataDisk, UsageLedger
+from kvcm.cache.quotas import Ledger, LimitCache, MetadataDisk, SharedLedger, UsageLedger
 from kvcm.cache.read_leases import ReadLease, ReadLeases
 from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover, Reporter
+from kvcm.cache.shared_writes import SharedWrites
 from kvcm.cache.write_plan import NodeStorages, Storages
 from kvcm.cache.write_sessions import (
     NO_HINT,
@@ -51,7 +52,8 @@ from kvcm.model.keys import BlockMask
 from kvcm.model.locations import DeletionItem, StorageKey
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
-from kvcm.store.store import Store
+from kvcm.store.redis.store import RedisTable
+from kvcm.store.store import Store, Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.metrics import current_measures
 
@@ -63,6 +65,13 @@ _SESSION_SHARDS = 16
 def _random_id(length: int) -> str:
     """Return an unguessable id of so many hex digits."""
     return secrets.token_hex(length // 2)
+
+
+def _shared_writes(sessions: Table, usage: Ledger) -> SharedWrites | None:
+    """Return how writes begin and finish on a shared store, None on a store of this manager alone."""
+    if not isinstance(usage, SharedLedger) or not isinstance(sessions, RedisTable):
+        return None
+    return SharedWrites(sessions.client, sessions, usage)
 
 
 class CacheManager:
@@ -116,7 +125,7 @@ class CacheManager:
         self.leases = ReadLeases(leases, clock, lambda: new_id(32), is_shared=is_shared)
         self._remover = Remover(clock, registry.groups.find, events)
         sessions = self._store.table("sessions", _SESSION_SHARDS)
-        self.endings = SessionStore(sessions, self._find, clock, events)
+        self.endings = SessionStore(sessions, self._find, clock, events, _shared_writes(sessions, self.usage))
         self.open_sessions = OpenSessions(sessions, self.open_caches, clock.now)
         self._sessions = WriteSessions(
             self.endings,

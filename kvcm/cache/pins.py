@@ -543,7 +543,7 @@ class Pins:
         return await self._pin_readable(cache, pin)
 
     async def _pin_readable(self, cache: InstanceCache, pin: Pin) -> Pin | None:
-        """Mark what a stored pin holds, and give back what is not there any more."""
+        """Mark the blocks of a stored pin, and give back those that are not there any more."""
         held = pin.with_pinned(await self._mark(cache, pin))
         if held != pin:
             return await self._shrink(cache, pin, held)
@@ -573,7 +573,7 @@ class Pins:
         return tuple(held)
 
     async def _shrink(self, cache: InstanceCache, pin: Pin, held: Pin) -> Pin | None:
-        """Give back what was not there any more."""
+        """Give back the blocks that were not there any more."""
         if not held.pinned.keys:
             await self._end(cache, pin)
             return None

@@ -24,7 +24,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import structlog
 
@@ -37,6 +37,7 @@ from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.model.units import format_size
 from kvcm.model.uri import path_component
 from kvcm.registry.registry import Registry
+from kvcm.store.redis.client import ScriptCall
 from kvcm.store.redis.quota import Counters, Demand, QuotaCounters, Report, TotalLimit
 from kvcm.store.reserve import MetadataReserve
 
@@ -179,7 +180,7 @@ class Reservation(NamedTuple):
 
 
 class Ledger(Protocol):
-    """Keeps count of groups and storages. Of a shared store, what is told without waiting is as last read.
+    """Keeps count of groups and storages. Of a shared store, answers without waiting are as last read.
 
     Attributes:
         rejections: writes that this manager refused for lack of space, wholly or partly, by group.
@@ -194,7 +195,7 @@ class Ledger(Protocol):
         """Return the bytes that a group uses, by place."""
 
     def group_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
-        """Return the bytes that a group uses, by place, at least: what is reserved for writes may be among them."""
+        """Return the bytes that a group uses, by place, at least: reservations of writes may be among them."""
 
     def bytes_on_storage(self, storage: str) -> Mapping[str, int]:
         """Return the same of a storage, by group."""
@@ -208,17 +209,18 @@ class Ledger(Protocol):
     async def refresh_groups(self, group_names: Collection[str]) -> None:
         """Ask the store what groups use, all at once."""
 
-    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
-        """Return what an instance of a group may still take right now."""
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex, *, asks: bool = True) -> FreeSpace:
+        """Return what an instance of a group may still take right now; without `asks` as last read, for a plan that is
+        reserved before anything is stored, and made again where it does not fit."""
 
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
-        """Take what was planned. False: it does not fit any more; nothing is taken then."""
+        """Take the planned space. False: it does not fit any more; nothing is taken then."""
 
     async def release(self, reservation: Reservation, index: MetaIndex) -> None:
-        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+        """Give back a reservation under which nothing was stored, before more is reserved; `settle` follows."""
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
-        """End a reservation: what was stored under it is counted by the index from now on."""
+        """End a reservation: the index counts from now on."""
 
 
 class TakenBytes(NamedTuple):
@@ -283,7 +285,7 @@ class UsageLedger:
     async def refresh_groups(self, group_names: Collection[str]) -> None:
         """Everything is known here already."""
 
-    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex, *, asks: bool = True) -> FreeSpace:
         taken = TakenBytes(self._taken.places[limits.group.name], self._taken.storages, self._taken.groups)
         return FreeSpace(limits, taken, index.free_key_count)
 
@@ -769,12 +771,16 @@ class SharedLedger:
         answers = await self._counters.read_many(list(accounts))
         return {account: self._update(account, counters) for account, counters in zip(accounts, answers, strict=True)}
 
-    async def free_space(self, limits: Limits, uid: int, index: MetaIndex) -> FreeSpace:
-        """Return what an instance of a group may still take right now."""
+    async def free_space(self, limits: Limits, uid: int, index: MetaIndex, *, asks: bool = True) -> FreeSpace:
+        """Return what an instance of a group may still take right now, or could when that was last read."""
         own = group_account(limits.group.name)
         limited = {name: storage_account(name) for name in limits.group.storage_candidates if name in limits.storages}
         overall = () if limits.shared is None else (OVERALL,)
-        counters_of = await self.refresh([own, *limited.values(), *overall])
+        accounts = [own, *limited.values(), *overall]
+        if asks or not self._latest.keys() >= set(accounts):
+            counters_of: Mapping[str, Counters] = await self.refresh(accounts)
+        else:
+            counters_of = {account: self._latest[account] for account in accounts}
         fields = {account: _used_and_reserved(counters) for account, counters in counters_of.items()}
         taken = TakenBytes(
             _bytes_by_place(fields[own]),
@@ -784,7 +790,7 @@ class SharedLedger:
         return FreeSpace(limits, taken, max(0, index.max_key_count - fields[own][_keys_field(uid)]))
 
     async def reserve(self, reservation: Reservation, index: MetaIndex) -> bool:
-        """Take what was planned. False: it does not fit any more; nothing is taken then."""
+        """Take the planned space. False: it does not fit any more; nothing is taken then."""
         asked: list[str] = []
         try:
             for account, demands, limits in _account_reservations(reservation, index.max_key_count):
@@ -801,13 +807,32 @@ class SharedLedger:
             raise
         return True
 
+    def reserving(self, reservation: Reservation, index: MetaIndex) -> list[ScriptCall]:
+        """Return the calls that do `reserve`, for a write that does more with them; `reserved` reads their answers."""
+        return [
+            self._counters.reserving(account, reservation.owner, reservation.deadline, demands, limits)
+            for account, demands, limits in _account_reservations(reservation, index.max_key_count)
+        ]
+
+    async def reserved(self, reservation: Reservation, index: MetaIndex, answers: Sequence[Any]) -> bool:
+        """Return whether a reservation fits; if not, nothing is taken."""
+        accounts = [account for account, _, _ in _account_reservations(reservation, index.max_key_count)]
+        fits: dict[str, bool] = {}
+        for account, answer in zip(accounts, answers, strict=True):
+            fits[account], counters = self._counters.reserved(answer)
+            self._update(account, counters)
+        if not all(fits.values()):
+            held = [account for account, each in fits.items() if each]
+            await asyncio.gather(*(self._counters.release(account, reservation.owner) for account in held))
+        return all(fits.values())
+
     async def release(self, reservation: Reservation, index: MetaIndex) -> None:
-        """Give back what was reserved and nothing was stored of, before more is reserved; `settle` follows."""
+        """Give back a reservation under which nothing was stored, before more is reserved; `settle` follows."""
         made = _account_reservations(reservation, index.max_key_count)
         await asyncio.gather(*(self._counters.release(account, reservation.owner) for account, _, _ in made))
 
     def settle(self, reservation: Reservation, index: MetaIndex) -> None:
-        """End a reservation, together with the report of what was stored under it."""
+        """End a reservation, together with the report of the blocks that were stored under it."""
         self._end(
             reservation.owner, (account for account, _, _ in _account_reservations(reservation, index.max_key_count))
         )
@@ -836,35 +861,36 @@ class SharedLedger:
         Raises:
             StorageIOError: the store cannot be asked; unconfirmed reports are sent again next time.
         """
-        accounts = sorted({*self._outboxes, *self._sending})
-        outcomes = await asyncio.gather(*map(self._flush, accounts), return_exceptions=True)
-        for outcome in outcomes:  # where one node of a cluster is away, the others have their report
-            if isinstance(outcome, BaseException):
-                raise outcome
+        while reports := self._next_reports():
+            # Where one node of a cluster is away, the others have their reports.
+            parts = [reports] if self._counters.are_together else [{each: reports[each]} for each in reports]
+            outcomes = await asyncio.gather(*map(self._send, parts), return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
 
-    async def _flush(self, account: str) -> None:
-        while self._next_report(account):
-            counters = await self._counters.report(account, self._sending[account])
-            self._sending.pop(account, None)
+    async def _send(self, reports: Mapping[str, Report]) -> None:
+        for account, counters in (await self._counters.report(reports)).items():
+            if self._sending.get(account) is reports[account]:
+                del self._sending[account]
             self._update(account, counters)
 
-    def _next_report(self, account: str) -> bool:
-        if account in self._sending:
-            return True  # perhaps it arrived and the answer was lost: the same number is sent again
-        outbox = self._outboxes.pop(account, None)
-        if outbox is None or outbox.is_empty:
-            return False
-        self._numbers[account] += 1
-        number = self._numbers[account]
-        self._sending[account] = Report(
-            node=self._node_id,
-            number=number,
-            epoch=outbox.epoch,
-            grown=dict(outbox.grown),
-            shrunk=dict(outbox.shrunk),
-            done=tuple(outbox.done),
-        )
-        return True
+    def _next_reports(self) -> dict[str, Report]:
+        """Return the reports to send now. One that was sent and not confirmed perhaps arrived: it keeps its number."""
+        for account in sorted(self._outboxes.keys() - self._sending.keys()):
+            outbox = self._outboxes.pop(account)
+            if outbox.is_empty:
+                continue
+            self._numbers[account] += 1
+            self._sending[account] = Report(
+                node=self._node_id,
+                number=self._numbers[account],
+                epoch=outbox.epoch,
+                grown=dict(outbox.grown),
+                shrunk=dict(outbox.shrunk),
+                done=tuple(outbox.done),
+            )
+        return dict(self._sending)
 
     def _update(self, account: str, counters: Counters) -> Counters:
         self._latest[account] = counters

@@ -597,7 +597,7 @@ class PoolPurges:
 
 
 def _lost_locations(cache: InstanceCache, record: BlockRecord, floors: Mapping[str, int]) -> LocationIds:
-    """Return what goes of a block: what is lost, and what is worth nothing without that."""
+    """Return the locations of a block that go: lost ones, and those that are worth nothing without them."""
     going = _lost(record.locations, floors)
     alive = [each for each in record.locations if each.status is not LocationStatus.DELETING]
     left = {name for each in alive if each.id not in going for name in each.spec_names}

@@ -48,7 +48,8 @@ import structlog
 
 from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
 from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
-from kvcm.cache.quotas import UNLIMITED_DISK, Ledger, Limits, MetadataDisk, Reservation
+from kvcm.cache.quotas import Ledger, Limits, MetadataDisk, Reservation
+from kvcm.cache.shared_writes import Decided, Document, SharedWrites
 from kvcm.cache.write_plan import (
     NodeStorages,
     PlannedRun,
@@ -513,19 +514,29 @@ class EndedSessions:
     async def put(self, decided: WriteSession, document: bytes, finished: FinishedWrite) -> FinishedWrite:
         """Replace the document of a session that was carried out by its outcome; return the outcome, which is another
         manager's where that one was faster."""
+        outcome = self.outcome_of(decided, finished)
+        if not outcome:
+            await self._table.replace(decided.id, document, None)
+            return finished
+        if await self._table.finish(decided.id, document, outcome, self._clock.now(), REPEAT_SECONDS):
+            self.note_put()
+            return finished
+        first = await self.get(decided.id)
+        return first.finished if first is not None else finished
+
+    def outcome_of(self, decided: WriteSession, finished: FinishedWrite) -> bytes:
+        """Return the outcome to be stored, nothing where this manager has put too many there."""
         assert decided.decision is not None
         now = self._clock.now()
         while self._until and self._until[0] <= now:
             self._until.popleft()
         if len(self._until) >= _MOST:
-            await self._table.replace(decided.id, document, None)
-            return finished
-        ended = EndedSession(decided.uid, decided.starter, decided.decision, finished)
-        if await self._table.finish(decided.id, document, ended.encoded(), now, REPEAT_SECONDS):
-            self._until.append(now + REPEAT_SECONDS)
-            return finished
-        first = await self.get(decided.id)
-        return first.finished if first is not None else finished
+            return b""
+        return EndedSession(decided.uid, decided.starter, decided.decision, finished).encoded()
+
+    def note_put(self) -> None:
+        """Count an outcome that this manager put there."""
+        self._until.append(self._clock.now() + REPEAT_SECONDS)
 
     async def get(self, session_id: str) -> EndedSession | None:
         """Return how a session ended, None where it is not remembered."""
@@ -668,7 +679,52 @@ _RETRY_SECONDS = 5.0  # then the search for due sessions takes over a decision
 _MOST_ATTEMPTS = 16
 _MOST_DUE = 1024
 _MOST_COUNTED = 1 << 20
+_MOST_BEGUN_BLOCKS = 1 << 16  # some 200 bytes each
+_MOST_FINISHED_AT_ONCE = 4 * BATCH_KEYS  # blocks, or checksums of them
 _log = structlog.get_logger("kvcm.cache")
+
+
+class _SpaceTakenError(Exception):
+    """Another manager took the space of a plan before it was reserved; nothing is taken or stored."""
+
+
+class _BegunSession(NamedTuple):
+    """A session as this manager began it, every block of it.
+
+    Attributes:
+        session: open.
+        document: as it was stored.
+        runs: its blocks.
+    """
+
+    session: WriteSession
+    document: bytes
+    runs: Sequence[BlockRun]
+
+
+class _BegunSessions:
+    """What this manager remembers of sessions that it began: their finish need not read anything. The oldest are
+    forgotten first."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _BegunSession] = {}
+        self._blocks = 0
+
+    def get(self, session_id: str) -> _BegunSession | None:
+        """Return a session, None where it is not remembered."""
+        return self._sessions.get(session_id)
+
+    def put(self, begun: _BegunSession) -> None:
+        """Remember a session."""
+        self._sessions[begun.session.id] = begun
+        self._blocks += len(begun.session.keys)
+        while self._blocks > _MOST_BEGUN_BLOCKS:
+            self.discard(next(iter(self._sessions)))
+
+    def discard(self, session_id: str) -> None:
+        """Forget a session."""
+        begun = self._sessions.pop(session_id, None)
+        self._blocks -= len(begun.session.keys) if begun is not None else 0
 
 
 class SessionStore:
@@ -679,6 +735,7 @@ class SessionStore:
         find: from the number of an instance to its cache; None when the store, too, has no such instance.
         clock: time source.
         events: receives expired blocks.
+        shared: begins and finishes on a store that other managers share, too; None on a store of this manager alone.
 
     Attributes:
         observer: counts how sessions end.
@@ -694,8 +751,11 @@ class SessionStore:
         find: Callable[[int], Awaitable[InstanceCache | None]],
         clock: Clock,
         events: EventLog | None = None,
+        shared: SharedWrites | None = None,
     ) -> None:
         self._table = table
+        self._shared = shared
+        self._begun = _BegunSessions()
         self._ended = EndedSessions(table, clock)
         self._find_cache = find
         self._clock = clock
@@ -718,8 +778,36 @@ class SessionStore:
     async def open(self, session: WriteSession) -> None:
         """Store a new session."""
         if not await self._table.replace(name=session.id, old=None, new=session.encoded(), due=session.deadline):
-            raise NotReadyError("the id of the new write session is taken: start the write again")
+            raise _taken_id()
         self._track(session, self._clock.now())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether `begin` is to be used, and not `open`."""
+        return self._shared is not None
+
+    async def begin(
+        self, cache: InstanceCache, session: WriteSession, reservation: Reservation | None, runs: Sequence[BlockRun]
+    ) -> Collection[int]:
+        """Reserve, store a new session, and begin its fresh blocks, on a shared store in one round trip.
+
+        Returns:
+            The blocks of the runs that were not begun, since there are records of them by now.
+
+        Raises:
+            _SpaceTakenError: the reservation does not fit, and nothing is stored.
+        """
+        assert self._shared is not None
+        document = Document(session.id, session.encoded(), session.deadline)
+        begun = await self._shared.begin(cache.index, reservation, document, runs)
+        if not begun.fits:
+            raise _SpaceTakenError
+        if not begun.is_open:
+            raise _taken_id()
+        self._track(session, self._clock.now())
+        if not begun.lost and sum(len(run.keys) for run in runs) == len(session.keys):
+            self._begun.put(_BegunSession(session, document.content, runs))
+        return begun.lost
 
     def _track(self, session: WriteSession, started_at: float | None) -> None:
         self._deadlines.put(session.id, session.deadline)
@@ -728,6 +816,7 @@ class SessionStore:
     def _untrack(self, session_id: str) -> None:
         self._deadlines.discard(session_id)
         self._started_at.pop(session_id, None)
+        self._begun.discard(session_id)
         self.on_ended(session_id)
 
     async def replace(self, old: WriteSession, new: WriteSession) -> None:
@@ -782,6 +871,10 @@ class SessionStore:
             StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
         """
         retention.check()
+        if (begun := self._begun.get(session_id)) is not None:
+            finished = await self._finish_begun(cache, begun, success, retention, reported)
+            if finished is not None:
+                return finished
         for _ in range(_MOST_ATTEMPTS):
             found = await self._find(cache, session_id)
             if found is None:
@@ -791,16 +884,73 @@ class SessionStore:
             if session.decision is not None:
                 _check_same(session.decision, decision)
                 return await self._apply(cache, session, document)
-            decided = replace(
-                session,
-                decision=decision,
-                priority=retention.priority,
-                keep_until=retention.keep_until(self._clock.now()),
-                checksums=await checksums_of(reported, decision, cache.spec_names),
-            )
+            decided = await self._decided(cache, session, decision, retention, reported)
             if (stored := await self._decide(document, decided, _end_of(decision))) is not None:
                 return await self._apply(cache, decided, stored)
         raise NotReadyError("the write session keeps changing: finish it again")
+
+    async def _decided(
+        self,
+        cache: InstanceCache,
+        session: WriteSession,
+        decision: tuple[bool, ...],
+        retention: Retention,
+        reported: ReportedChecksums,
+    ) -> WriteSession:
+        """Return a session as its client decides it."""
+        return replace(
+            session,
+            decision=decision,
+            priority=retention.priority,
+            keep_until=retention.keep_until(self._clock.now()),
+            checksums=await checksums_of(reported, decision, cache.spec_names),
+        )
+
+    async def _finish_begun(
+        self,
+        cache: InstanceCache,
+        begun: _BegunSession,
+        success: BlockMask,
+        retention: Retention,
+        reported: ReportedChecksums,
+    ) -> FinishedWrite | None:
+        """Finish a session that this manager began, as far as it is still as it was then: nothing is read. None where
+        nothing was changed, since it has to be read first."""
+        assert self._shared is not None
+        session, now = begun.session, self._clock.now()
+        decision = tuple(_decision_of(success, len(session.keys)))
+        if not _is_owner(session, cache) or session.deadline <= now or not all(decision):
+            return None
+        decided = await self._decided(cache, session, decision, retention, reported)
+        if len(session.keys) * max(1, len(decided.checksums.names)) > _MOST_FINISHED_AT_ONCE:
+            return None
+        ends = _LocationEnds(decided, now)
+        ends.checksums = decided.checksums.by_key(session.keys, 0, len(session.keys))
+        before = [UniformRun(run.keys, run.location, run.chunks) for run in begun.runs]
+        after = [each for run in before if (each := ends.of_run(run)) is not None]
+        finished = FinishedWrite(len(session.keys), 0, 0)
+        self._begun.discard(session.id)  # where the store fails, it has to be read
+        document = Document(session.id, decided.encoded(), now + _RETRY_SECONDS)
+        outcome = self._ended.outcome_of(decided, finished)
+        with timed(_IO_COST), timed("manager.batch_update_location_time_us"):
+            done = await self._shared.finish(
+                cache.index,
+                Decided(begun.document, document, outcome, REPEAT_SECONDS),
+                list(zip(before, after, strict=True)),
+            )
+        if not done.is_decided:
+            return None
+        self._note_decision(session.id, WriteEnd.COMMITTED)
+        if done.lost:
+            return await self._apply(cache, decided, document.content)
+        if self.on_finished is not None:
+            self.on_finished(cache, decided.keys)
+        if done.is_ended:
+            self._ended.note_put()
+        else:
+            finished = await self._ended.put(decided, document.content, finished)
+        self._untrack(session.id)
+        return finished
 
     async def _repeated_answer(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
         """Return the first answer to a session that was finished lately."""
@@ -819,6 +969,7 @@ class SessionStore:
         if (found := await self._find(cache, session_id)) is None:
             raise _unknown_session()
         session, document = found
+        self._begun.discard(session_id)
         renewed = replace(session, deadline=self._clock.now() + timeout_seconds(seconds))
         if session.decision is not None or not await self._table.replace(
             session_id, document, renewed.encoded(), renewed.deadline
@@ -915,11 +1066,15 @@ class SessionStore:
     async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bytes | None:
         """Replace the document of an open session by that of the decided one, and return that; None: it had changed."""
         assert decided.decision is not None
-        now, started_at, new = self._clock.now(), self._started_at.get(decided.id), decided.encoded()
-        if not await self._table.replace(decided.id, document, new, now + _RETRY_SECONDS):
+        new = decided.encoded()
+        if not await self._table.replace(decided.id, document, new, self._clock.now() + _RETRY_SECONDS):
             return None
-        self.observer.on_write_ended(end, now - started_at if started_at is not None else None)
+        self._note_decision(decided.id, end)
         return new
+
+    def _note_decision(self, session_id: str, end: WriteEnd) -> None:
+        started_at = self._started_at.get(session_id)
+        self.observer.on_write_ended(end, self._clock.now() - started_at if started_at is not None else None)
 
     async def _expire_if_due(self, session_id: str) -> bool:
         document = await self._table.get(session_id)
@@ -1029,6 +1184,10 @@ def _is_owner(session: WriteSession | EndedSession, cache: InstanceCache) -> boo
     asking = call_context.get().principal
     has_started = not session.starter or asking is UNRESTRICTED or asking.name == session.starter
     return has_started and session.uid == cache.placement.uid
+
+
+def _taken_id() -> NotReadyError:
+    return NotReadyError("the id of the new write session is taken: start the write again")
 
 
 def _unknown_session() -> InvalidArgumentError:
@@ -1374,11 +1533,18 @@ class WriteSessions:
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
         refusals: dict[str, KvcmError] = {}
-        while (started := await self._try_start(cache, group, request, refusals)) is None:
-            pass  # with the next candidate; there is one less each time
-        if started.rejection:
-            self._record_rejection(group)
-        return started
+        for _ in range(_MOST_PLANS):
+            try:
+                while (started := await self._try_start(cache, group, request, refusals)) is None:
+                    pass  # with the next candidate; there is one less each time
+            except _SpaceTakenError:
+                measure("manager.lock_write_location_retry_times", 1)
+                continue
+            if started.rejection:
+                self._record_rejection(group)
+            return started
+        self._record_rejection(group)
+        raise NotReadyError(f"other managers keep taking the last space of group {group.name!r}: retry shortly")
 
     async def _try_start(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: dict[str, KvcmError]
@@ -1415,7 +1581,7 @@ class WriteSessions:
         try:
             return await self._addresses.allocate(cache, session, plan)
         except _AllocationRejectedError:
-            if reservation is not None:
+            if reservation is not None and not self._endings.is_shared:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that space
             raise
 
@@ -1432,38 +1598,35 @@ class WriteSessions:
     async def _reserved_plan(
         self, cache: InstanceCache, group: InstanceGroup, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> tuple[WritePlan, Reservation | None]:
-        """Plan, and reserve the plan; again where another manager took the space in between."""
-        for _ in range(_MOST_PLANS):
-            limits = self._limits_of(group)
-            with timed("manager.filter_write_cache_time_us"):
-                plan = await self._plan(cache, limits, request, refusals)
-            if plan.rejection and not plan.runs:
-                self._record_rejection(group)
-                raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
-            if not plan.runs:
-                return plan, None
-            reservation = Reservation(
-                owner=self._new_id(32),
-                limits=limits,
-                uid=cache.placement.uid,
-                wanted_bytes=plan.wanted_bytes,
-                new_keys=plan.new_keys,
-                deadline=(now := self._clock.now()) + _RESERVATION_SECONDS,
-            )
-            if await self._usage.reserve(reservation, cache.index):
-                self._disk.begin(reservation.owner, now + timeout_seconds(request.timeout_seconds), plan.wanted_bytes)
-                return plan, reservation
-            measure("manager.lock_write_location_retry_times", 1)
-        self._record_rejection(group)
-        raise NotReadyError(f"other managers keep taking the last space of group {group.name!r}: retry shortly")
+        """Plan, and reserve the plan. On a shared store the plan takes the counters as last read, and is reserved in
+        the round trip that stores it."""
+        limits = self._limits_of(group)
+        with timed("manager.filter_write_cache_time_us"):
+            plan = await self._plan(cache, limits, request, refusals)
+        if plan.rejection and not plan.runs:
+            self._record_rejection(group)
+            raise CapacityError("; ".join([plan.rejection, *map(str, refusals.values())]))
+        if not plan.runs:
+            return plan, None
+        reservation = Reservation(
+            owner=self._new_id(32),
+            limits=limits,
+            uid=cache.placement.uid,
+            wanted_bytes=plan.wanted_bytes,
+            new_keys=plan.new_keys,
+            deadline=(now := self._clock.now()) + _RESERVATION_SECONDS,
+        )
+        if not self._endings.is_shared and not await self._usage.reserve(reservation, cache.index):
+            raise _SpaceTakenError
+        self._disk.begin(reservation.owner, now + timeout_seconds(request.timeout_seconds), plan.wanted_bytes)
+        return plan, reservation
 
     async def _plan(
         self, cache: InstanceCache, limits: Limits, request: WriteRequest, refusals: Mapping[str, KvcmError]
     ) -> WritePlan:
         keys, group = request.keys, limits.group
         wanted = cache.specs_per_key(request.spec_groups, len(keys))
-        head = await self._head(cache, request.parent_key)
-        records = await self._records(cache, keys)
+        head, records = await self._chain(cache, request)
         view = self._storages.for_node(request.node_id)
         usable = [place for place in candidates(group, view) if place.storage not in refusals]
         # Blocks on a draining storage are written again, where there is another one to write them to.
@@ -1477,17 +1640,38 @@ class WriteSessions:
         if not usable and any(missing):
             raise self._no_candidate(group, refusals)
         cache.index.limit_keys(limits.max_key_count)  # as configured now
-        on_disk = self._disk.space([place.storage for place in usable]) if any(missing) else UNLIMITED_DISK
+        if not any(missing):
+            return plan_write(WritePlanner(usable, None, 0), keys, missing, records=records, head=head)
         # While no other manager works on the store, nothing suspends from here until the space is reserved.
-        space = await self._usage.free_space(limits, cache.placement.uid, cache.index) if any(missing) else None
-        if space is not None:
-            space.disk = on_disk
-        planner = WritePlanner(usable, space, cache.index.max_key_count)
-        plan = plan_write(planner, keys, missing, records=records, head=head)
+        on_disk = self._disk.space([place.storage for place in usable])
+        space = await self._usage.free_space(limits, cache.placement.uid, cache.index, asks=not self._endings.is_shared)
+        space.disk = on_disk
+        plan = plan_write(
+            WritePlanner(usable, space, cache.index.max_key_count), keys, missing, records=records, head=head
+        )
+        if plan.rejection and self._endings.is_shared:  # others may have freed space
+            space = await self._usage.free_space(limits, cache.placement.uid, cache.index)
+            plan = plan_write(
+                WritePlanner(usable, space, cache.index.max_key_count), keys, missing, records=records, head=head
+            )
         if plan.rejection and on_disk.has_refused:
             block_bytes = cache.instance.block_bytes
             self._endings.on_failed_writes(dict.fromkeys(on_disk.storages, plan.rejected * block_bytes))
         return plan
+
+    async def _chain(
+        self, cache: InstanceCache, request: WriteRequest
+    ) -> tuple[tuple[int | None, int], Sequence[BlockRecord | None]]:
+        """Return parent and depth of the first block, and the records of all."""
+        parent_key, keys = request.parent_key, request.keys
+        if parent_key is None:
+            return (None, 0), await self._records(cache, keys)
+        if cache.index.is_shared:  # one round trip
+            parent, *records = await self._records(cache, (parent_key, *keys))
+        else:
+            (parent,) = await cache.index.get([parent_key])
+            records = await self._records(cache, keys)
+        return (parent_key, parent.depth + 1 if parent is not None else 0), records
 
     def _no_candidate(self, group: InstanceGroup, refusals: Mapping[str, KvcmError]) -> KvcmError:
         if refusals:
@@ -1521,12 +1705,6 @@ class WriteSessions:
                 await asyncio.sleep(0)
         return records
 
-    async def _head(self, cache: InstanceCache, parent_key: int | None) -> tuple[int | None, int]:
-        if parent_key is None:
-            return None, 0
-        (parent,) = await cache.index.get([parent_key])
-        return parent_key, parent.depth + 1 if parent is not None else 0
-
     def _new_session(
         self, cache: InstanceCache, request: WriteRequest, plan: WritePlan, reservation: Reservation | None
     ) -> WriteSession:
@@ -1545,6 +1723,8 @@ class WriteSessions:
             with timed(_IO_COST):
                 lost = await self._store(cache, session, request, placed)
             return await self._answer(cache, session, request, placed, lost)
+        except _SpaceTakenError:  # nothing is stored
+            raise
         except BaseException:
             # The client did not get the session's id, so it cannot end the session.
             with suppress(KvcmError):
@@ -1556,6 +1736,8 @@ class WriteSessions:
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
     ) -> set[int]:
         """Store the session, then its blocks; return those that another writer began in the meantime."""
+        if self._endings.is_shared:
+            return await self._store_together(cache, session, request, placed)
         lost: set[int] = set()
         stored = 0
         try:
@@ -1573,6 +1755,31 @@ class WriteSessions:
             await uninterrupted(self._addresses.discard(unstored))
             raise
         return lost
+
+    async def _store_together(
+        self, cache: InstanceCache, session: WriteSession, request: WriteRequest, placed: _PlacedPlan
+    ) -> set[int]:
+        """Do `_store` on a shared store: reservation, session and fresh blocks in one round trip.
+
+        Raises:
+            _SpaceTakenError: the plan does not fit any more, and nothing is stored.
+        """
+        unstored = runs = [run for page in placed.batches for run in page]
+        fresh = [run.blocks for run in runs if run.planned.is_fresh]
+        try:
+            with timed("manager.put_write_location_manager_us"):
+                left = await self._endings.begin(cache, session, placed.reservation, fresh)
+            unstored = [run for run in runs if not run.planned.is_fresh]
+            if left:
+                parts = (part for run in runs if run.planned.is_fresh for part in run.split(left))
+                unstored += [run for is_left, run in parts if is_left]
+            if unstored:
+                self._check_in_time(placed.reservation)
+            with timed("manager.batch_add_location_time_us"):
+                return await self._add_locations(cache, session, request, unstored)
+        except BaseException:
+            await uninterrupted(self._addresses.discard([run.blocks for run in unstored]))
+            raise
 
     def _check_in_time(self, reservation: Reservation | None) -> None:
         if reservation is not None and self._clock.now() >= reservation.deadline - _STORE_SECONDS:
@@ -1621,7 +1828,8 @@ class WriteSessions:
         self, cache: InstanceCache, session: WriteSession, request: WriteRequest, page: Sequence[PlacedRun]
     ) -> set[int]:
         """Add the locations to the records; return the blocks that another writer began in the meantime."""
-        rest = [run for run in page if not (run.planned.is_fresh and cache.index.begin(run.blocks))]
+        is_shared = cache.index.is_shared  # then `begin` was tried already
+        rest = [run for run in page if is_shared or not (run.planned.is_fresh and cache.index.begin(run.blocks))]
         planned = {
             key: (run.planned.specs, record)
             for run in rest

@@ -42,9 +42,13 @@ __all__ = [
     "decode_payloads",
     "decode_record",
     "decode_records",
+    "encode_chunk_of",
+    "encode_header",
     "encode_payload",
     "encode_payloads",
     "encode_record",
+    "encode_records",
+    "new_stamp",
 ]
 
 FORMAT_VERSION: Final = 1
@@ -93,7 +97,33 @@ _stamps = count(1 + secrets.randbits(63))
 
 def encode_record(record: BlockRecord) -> bytes:
     """Return the record with a stamp that no other write has."""
-    return _pack_stamp(FORMAT_VERSION, next(_stamps)) + _encode(_body_of(record))
+    return new_stamp() + _encode(_body_of(record))
+
+
+def encode_records(location: Location, links: Sequence[tuple[int | None, int]], chunks: Sequence[bytes]) -> list[bytes]:
+    """Return what `encode_record` makes of blocks whose only locations differ in nothing but the chunk, with one stamp.
+
+    Args:
+        location: what the locations have in common.
+        links: parent and depth of each block.
+        chunks: of each location.
+    """
+    return _encode_uniform(new_stamp(), location, links, chunks)
+
+
+def new_stamp() -> bytes:
+    """Return what a record begins with: the version, and a stamp that no other write has."""
+    return _pack_stamp(FORMAT_VERSION, next(_stamps))
+
+
+def encode_header(location: Location) -> bytes:
+    """Return a location but its chunk as it stands in a record."""
+    return _encode(_header_bytes(location[:5] + location[6:]))
+
+
+def encode_chunk_of(chunk: bytes) -> bytes:
+    """Return a chunk as it stands in a record, behind the header of its location."""
+    return _encode(chunk)
 
 
 def decode_record(data: bytes) -> StampedRecord:
@@ -129,9 +159,15 @@ def encode_payloads(
         links: parent and depth of each block.
         chunks: of each location.
     """
+    return _encode_uniform(_VERSION_BYTE, location, links, chunks)
+
+
+def _encode_uniform(
+    head: bytes, location: Location, links: Sequence[tuple[int | None, int]], chunks: Sequence[bytes]
+) -> list[bytes]:
     header = _header_bytes(location[:5] + location[6:])
     columns = zip(_unmixed_parents(links), links, chunks, strict=True)
-    return [_VERSION_BYTE + _encode((parent, depth, header, chunk)) for parent, (_, depth), chunk in columns]
+    return [head + _encode((parent, depth, header, chunk)) for parent, (_, depth), chunk in columns]
 
 
 def _unmixed_parents(links: Sequence[tuple[int | None, int]]) -> Sequence[int | None]:

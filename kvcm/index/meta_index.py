@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random, uniform
-from typing import cast
+from typing import Any, cast
 
 from kvcm.index.backends.backend import (
     NOTHING_WRITTEN,
@@ -30,6 +30,9 @@ from kvcm.index.backends.backend import (
     IndexBackend,
     RowObserver,
     Rows,
+    SharedBackend,
+    StagedChange,
+    UniformRun,
     read_records,
     usage_difference,
     write_changes,
@@ -39,9 +42,10 @@ from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
+from kvcm.store.redis.client import ScriptCall
 from kvcm.telemetry.metrics import Histogram, current_measures, measure, timed
 
-__all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "UsageListener", "UsageNote"]
+__all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "StagedWrite", "UsageListener", "UsageNote"]
 
 _READ_MODIFY_WRITE = "meta_searcher.indexer_read_modify_write_time_us"
 _MOST_ATTEMPTS = 32
@@ -58,6 +62,21 @@ UsageNote = Callable[[Mapping[StorageKey, int], int], None]
 """Receives a change of usage: difference in bytes by place, difference in keys."""
 UsageListener = Callable[[], UsageNote]
 """Called before a write; returns the receiver of the resulting change of usage."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWrite:
+    """A change of blocks that waits to be made together with others.
+
+    Attributes:
+        calls: make it, in any order (`RedisClient.run_in_turn`).
+        settle: takes their answers, of which the last may be missing, and returns the keys that lost.
+        fail: to be called instead where it is not known whether it was made.
+    """
+
+    calls: Sequence[ScriptCall]
+    settle: Callable[[Sequence[Any]], Collection[int]]
+    fail: Callable[[], None]
 
 
 def _ignore_usage() -> UsageNote:
@@ -252,6 +271,45 @@ class MetaIndex:
         for blocks in served:
             self._answers.served(blocks)
         return True
+
+    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedWrite:
+        """Return how fresh blocks are added to a shared store, for which the caller holds a reservation."""
+        keys = [key for run in runs for key in run.keys]
+        growth: Counter[StorageKey] = Counter()
+        for run in runs:
+            growth[run.location.place] += len(run.keys) * run.location.size_bytes
+        return self._staged("put", keys, cast("SharedBackend", self._backend).stage_begin(runs), growth)
+
+    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedWrite:
+        """Return how blocks whose writing ends are let serve in a shared store.
+
+        Args:
+            runs: blocks before and after.
+        """
+        keys = [key for before, _ in runs for key in before.keys]
+        return self._staged("update", keys, cast("SharedBackend", self._backend).stage_serve(runs), {})
+
+    def _staged(
+        self, kind: str, keys: Sequence[int], change: StagedChange, growth: Mapping[StorageKey, int]
+    ) -> StagedWrite:
+        assert self._backend.is_shared
+        note = self._on_usage()
+
+        def settle(answers: Sequence[Any]) -> Collection[int]:
+            written = change.settle(answers)
+            self._answers.forget(keys)
+            self._generation += 1
+            _measure_run(kind, len(keys))
+            if growth:
+                note(written.usage, len(keys) - len(written.lost))
+            return written.lost
+
+        def fail() -> None:
+            self._answers.forget(keys)  # they may have been stored
+            if growth:
+                note(growth, len(keys))  # usage is never below the truth; a recount corrects the rest
+
+        return StagedWrite(change.calls, settle, fail)
 
     async def read_modify_write(
         self,

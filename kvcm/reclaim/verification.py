@@ -130,7 +130,7 @@ class StorageVerification:
         self.storages.set_verified(name, is_verified=True)
 
     async def verify(self) -> None:
-        """Verify what is marked, one storage after the other, as the leader. What fails is tried at the next call.
+        """Verify marked storages, one after the other, as the leader. One that fails is tried at the next call.
 
         Raises:
             StorageIOError: the store cannot be asked.

@@ -1,4 +1,4 @@
-"""The rules of alerts: what is wrong, the reason and the remedy, as pure functions of the state of a manager."""
+"""The rules of alerts: the trouble, the reason and the remedy, as pure functions of the state of a manager."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from random import Random
 
 from at_once import now
@@ -33,6 +34,7 @@ from kvcm.storage.directory import OPENERS, Opener, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
 from kvcm.storage.mempool import PoolOpener
 from kvcm.store.memory import MemoryStore
+from kvcm.store.store import Store
 
 SPECS = {"tp0": 10, "tp1": 10}
 
@@ -120,6 +122,8 @@ class ManagerCore:
     Args:
         has_pools: whether memory pools are real; else they stand in with dummy addresses.
         usage: what the manager counts with.
+        store: of sessions and the like; a memory of its own by default.
+        first_id: of those that it makes; the others follow.
 
     Attributes:
         new_backend: makes the backends of indexes; in memory by default.
@@ -128,15 +132,23 @@ class ManagerCore:
 
     new_backend: Callable[[Placement], IndexBackend] = staticmethod(lambda _placement: MemoryBackend())
 
-    def __init__(self, *, has_pools: bool = False, usage: Ledger | None = None) -> None:
-        self.clock, self.tables = FakeClock(), MemoryStore()
+    def __init__(
+        self,
+        *,
+        has_pools: bool = False,
+        usage: Ledger | None = None,
+        store: Store | None = None,
+        first_id: int = 1,
+    ) -> None:
+        self.clock, self.tables = FakeClock(), store if store is not None else MemoryStore()
         pools = PoolOpener(self.tables.table("pools"), self.clock, Random(0), is_shared=False)
         opener: Opener = pools if has_pools else _dummy_pool
         self.storages = StorageDirectory("cluster", openers={**OPENERS, StorageType.ST_TAIRMEMPOOL: opener})
-        self.registry = Registry(self.storages)
+        uids = count()
+        self.registry = Registry(self.storages, draw=lambda _below: next(uids))
         self.executor = DeletionExecutor(self.storages, self.clock)
         self.pressed: list[str] = []
-        ids = iter(range(1, 1 << 30))
+        ids = count(first_id)
         self.manager = CacheManager(
             self.registry,
             self.storages,
@@ -164,8 +176,15 @@ class ManagerCore:
 class Rig(ManagerCore):
     """A manager with two storages of one type and one of another, a group and an instance."""
 
-    def __init__(self, configured: InstanceGroup, registered: Instance) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        configured: InstanceGroup,
+        registered: Instance,
+        usage: Ledger | None = None,
+        store: Store | None = None,
+        first_id: int = 1,
+    ) -> None:
+        super().__init__(usage=usage, store=store, first_id=first_id)
         for name in ("slow", "slow2"):
             now(self.registry.storages.add(StorageConfig(name, DummyStorageSpec())))
         now(self.registry.storages.add(StorageConfig("pool", TairMemPoolStorageSpec(domain="d"))))

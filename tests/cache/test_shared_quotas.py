@@ -230,9 +230,8 @@ async def test_a_report_that_is_sent_twice_counts_once(client: RedisClient) -> N
     manager = world.manager()
     assert await world.reserve(manager, 3, NFS)
     await world.store(manager)
-    assert manager.ledger._next_report(OWN)
-    report = manager.ledger._sending[OWN]
-    await world.counters.report(OWN, report)
+    report = manager.ledger._next_reports()[OWN]
+    await world.counters.report({OWN: report})
     await manager.ledger.flush()
     counters = await world.counters.read(OWN)
     assert (counters.used["b4/s"], counters.reserved["b4/s"]) == (30, 0)

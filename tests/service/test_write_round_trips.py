@@ -103,18 +103,22 @@ async def test_a_write_waits_for_as_many_answers_as_the_document_says(
 async def test_a_start_that_redis_holds_up_for_long_ends_with_what_was_slow(
     redis_standalone: Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And leaves no session."""
+    """A second copy of blocks takes more round trips than one, in which its reservation might lapse. It leaves no
+    session."""
     clock, send = FakeClock(1_000.0), Node.send
 
     async def late(node: Node, commands: Sequence[Command]) -> list[Any]:
-        clock.time += 3.5
+        clock.time += 7.0
         return await send(node, commands)
 
     settings = settings_of(redis_standalone.uri(f"t{uuid4().hex[:12]}"), tmp_path)
     async with Manager(settings, clock).opened() as components:
+        cache = components.cache
         await register(components)
-        instance = components.cache.cache("i")
+        instance = cache.cache("i")
+        first = await cache.start_write(instance, WriteRequest(keys=range(BLOCKS), timeout_seconds=60))
+        await cache.finish_write(instance, first.session.id, BlockMask.of([True] * BLOCKS))
         monkeypatch.setattr(Node, "send", late)
         with pytest.raises(NotReadyError, match="the store took too long for the write to begin: start it again"):
-            await components.cache.start_write(instance, WriteRequest(keys=range(BLOCKS), timeout_seconds=60))
-        assert await components.cache.open_sessions.find_all() == []
+            await cache.start_write(instance, WriteRequest(range(BLOCKS), timeout_seconds=60, min_replica_count=2))
+        assert await cache.open_sessions.find_all() == []

@@ -97,6 +97,63 @@ async def flush_scripts(client: RedisClient) -> None:
         await connection.disconnect()
 
 
+PASS = Script("redis.call('APPEND', KEYS[1], ARGV[1]) return {tonumber(ARGV[2]), ARGV[1]}", guards=True)
+ECHO = Script("redis.call('APPEND', KEYS[1], ARGV[1]) return ARGV[1]")
+QUIET = Script("redis.call('APPEND', KEYS[1], ARGV[1])")
+
+
+@pytest.mark.parametrize("goes_on", [0, 1])
+async def test_a_stage_runs_only_where_no_guard_before_it_answered_0(client: RedisClient, goes_on: int) -> None:
+    first, second, third = (keys(client, 1, tag)[0] for tag in range(3))
+    stages = [
+        [ScriptCall(ECHO, [first], ["a"]), ScriptCall(PASS, [second], ["b", goes_on])],
+        [ScriptCall(QUIET, [third], ["c"]), ScriptCall(ECHO, [first], ["d"])],
+    ]
+    answers = await client.run_in_turn(stages)
+    assert answers == [[b"a", [goes_on, b"b"]], *([[None, b"d"]] if goes_on else [])]
+    held = await client.mget([[first], [second], [third]])
+    assert held == [[b"ad" if goes_on else b"a"], [b"b"], [b"c" if goes_on else None]]
+
+
+@pytest.mark.parametrize("goes_on", [0, 1])
+async def test_a_long_last_stage_is_cut_and_rechecked(client: RedisClient, goes_on: int) -> None:
+    """Each part is a script of its own on one server, and no part runs where an earlier stage did not succeed."""
+    several = Script("for i, key in ipairs(KEYS) do redis.call('SET', key, i) end return #KEYS")
+    names = keys(client, 900)
+    mark = keys(client, 1, 5)[0]
+    guard = ScriptCall(Script("return tonumber(redis.call('GET', KEYS[1]) or '0')", guards=True), [mark])
+    calls = [ScriptCall(several, names[at : at + 150]) for at in range(0, 900, 150)]
+    mark_it = ScriptCall(Script("redis.call('SET', KEYS[1], ARGV[1]) return {tonumber(ARGV[1])}", guards=True), [mark])
+    answers = await client.run_in_turn([[mark_it._replace(args=[goes_on])], calls], recheck=guard)
+    assert answers == [[[goes_on]], *([[150] * 6] if goes_on else [])]
+    assert [value is not None for value in (await client.mget([names]))[0]] == [bool(goes_on)] * 900
+
+
+async def test_stages_are_one_round_trip_on_one_server(lone: Standalone) -> None:
+    made = RedisClient.of(parse_redis_uri(lone.uri("t")))
+    calls = [ScriptCall(SET, [key], [b"1"]) for key in keys(made, 40)]
+    await made.run_in_turn([calls[:20], calls[20:]])
+    with lone.server.admin() as admin:
+        before = admin.info("commandstats")["cmdstat_evalsha"]["calls"]
+        await made.run_in_turn([calls[:20], calls[20:]])
+        assert admin.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 1
+    await made.close()
+
+
+async def test_joined_scripts_run_on_a_full_server_if_all_of_them_may(lone: Standalone) -> None:
+    made = RedisClient.of(parse_redis_uri(lone.uri("t")))
+    held, key = keys(made, 2)
+    await made.run([ScriptCall(SET, [held], [b"v"])])
+    change = Script("return redis.call('SET', KEYS[1], ARGV[1])", allow_oom=True)
+    with lone.server.admin() as admin:
+        admin.config_set("maxmemory", 1)
+        assert await made.run_in_turn([[ScriptCall(change, [held], [b"w"])], [ScriptCall(change, [held], [b"x"])]])
+        with pytest.raises(StorageIOError, match="the memory of the server is full"):
+            await made.run_in_turn([[ScriptCall(change, [held], [b"y"])], [ScriptCall(SET, [key], [b"v"])]])
+        admin.config_set("maxmemory", 0)
+    await made.close()
+
+
 async def test_an_error_answer_raises_after_all_have_run(client: RedisClient) -> None:
     wrong, right = keys(client, 1, 1)[0], keys(client, 1, 2)[0]
     await client.execute([(b"SADD", wrong, b"member")])

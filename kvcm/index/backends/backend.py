@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
+from kvcm.store.redis.client import ScriptCall
 from kvcm.telemetry.metrics import current_measures, measure, timed
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "PlaceTally",
     "RowObserver",
     "Rows",
+    "SharedBackend",
+    "StagedChange",
     "Sum",
     "UniformRun",
     "Written",
@@ -358,6 +362,19 @@ class Written(NamedTuple):
 NOTHING_WRITTEN = Written((), {})
 
 
+@dataclass(frozen=True, slots=True)
+class StagedChange:
+    """A change of blocks that a shared store makes in one round trip with other changes.
+
+    Attributes:
+        calls: make it, in any order (`RedisClient.run_in_turn`).
+        settle: to be called with their answers, of which the last may be missing: those did not run.
+    """
+
+    calls: Sequence[ScriptCall]
+    settle: Callable[[Sequence[Any]], Written]
+
+
 class IndexBackend(Protocol):
     """Keeps the records of one instance; knows nothing of locks, answers or limits.
 
@@ -482,6 +499,23 @@ class IndexBackend(Protocol):
 
     async def drop(self) -> None:
         """Forget everything, records included: the instance is gone."""
+
+
+class SharedBackend(IndexBackend, Protocol):
+    """Keeps records in a store that several managers share. It makes changes of whole runs together with changes of
+    other things, in one round trip."""
+
+    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
+        """Return the change that adds blocks which are beginning to be written; those that have a record by then
+        lose."""
+
+    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
+        """Return the change from blocks that are being written to the same blocks serving. Its calls are guards: they
+        answer 0 where one of their blocks is not as the writer left it. That one loses.
+
+        Args:
+            runs: blocks before and after; with the same chunks object the stored chunks stay.
+        """
 
 
 def usage_difference(changes: Iterable[Change]) -> Counter[StorageKey]:

@@ -29,6 +29,7 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import nsmallest
+from itertools import zip_longest
 from random import Random
 from struct import Struct
 from typing import Any, Final, NamedTuple, TypeVar
@@ -41,7 +42,9 @@ from kvcm.index.backends.backend import (
     Change,
     FinishRun,
     RowObserver,
+    StagedChange,
     Sum,
+    UniformRun,
     Written,
     is_leaving,
     is_resident,
@@ -49,13 +52,21 @@ from kvcm.index.backends.backend import (
     takes_the_same,
     whole_seconds,
 )
-from kvcm.index.codec import STAMP_SIZE, decode_records, encode_record
+from kvcm.index.codec import (
+    STAMP_SIZE,
+    decode_records,
+    encode_chunk_of,
+    encode_header,
+    encode_record,
+    encode_records,
+    new_stamp,
+)
 from kvcm.index.locking import shards_of
 from kvcm.model.errors import KvcmError
 from kvcm.model.keys import mixed, mixed_key, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
-from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
+from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
@@ -255,6 +266,78 @@ count()
 if next(won) == nil then return {0, unpack(lost)} end
 return {redis.call('HINCRBY', usage, '#', 1), unpack(lost)}
 """
+_BEGIN: Final = Script(
+    """
+-- KEYS: access order, children, pending, usage, then the records of blocks, none of which should be there.
+-- ARGV[1]: score; ARGV[2]: due time; ARGV[3]: field of usage; ARGV[4]: bytes of a block;
+-- ARGV[5]: 8 bytes per block, its parent; ARGV[6]: index of the block that has none, or 0;
+-- ARGV[7...]: the records.
+-- Returns the same as the script that writes.
+local score, due, headless = ARGV[1], ARGV[2], tonumber(ARGV[6])
+local stored, ordered, waiting, joined, lost = {}, {}, {}, {}, {}
+local last = 0
+for i, held in ipairs(redis.call('MGET', unpack(KEYS, 5))) do
+  if held then
+    lost[#lost + 1] = i
+  else
+    local name = KEYS[4 + i]
+    local member = string.sub(name, -8)
+    last = last + 2
+    stored[last - 1], stored[last] = name, ARGV[6 + i]
+    ordered[last - 1], ordered[last] = score, member
+    waiting[last - 1], waiting[last] = due, member
+    if i ~= headless then
+      joined[#joined + 1] = 0
+      joined[#joined + 1] = string.sub(ARGV[5], i * 8 - 7, i * 8) .. member
+    end
+  end
+end
+if last == 0 then return {0, unpack(lost)} end
+redis.call('MSET', unpack(stored))
+redis.call('ZADD', KEYS[1], unpack(ordered))
+redis.call('ZADD', KEYS[3], unpack(waiting))
+if #joined > 0 then redis.call('ZADD', KEYS[2], unpack(joined)) end
+redis.call('HINCRBY', KEYS[4], ARGV[3], string.format('%.0f', last / 2 * ARGV[4]))
+return {redis.call('HINCRBY', KEYS[4], '#', 1), unpack(lost)}
+""",
+    creates=True,
+)
+_SERVE: Final = Script(
+    """
+-- KEYS: access order, pending, then the records of blocks that were being written.
+-- ARGV[1], ARGV[2]: header of their only location before and after; ARGV[3]: version and new stamp; ARGV[4]: score;
+-- ARGV[5]: due time or ''; ARGV[6...]: new chunks, or none.
+-- Returns 1, or 0 and the indexes of the blocks that are something else, which stay as they are.
+local before, after, stamp, score, due = unpack(ARGV, 1, 5)
+local stored, ordered, waiting, done, others = {}, {}, {}, {}, {}
+local last = 0
+for i, held in ipairs(redis.call('MGET', unpack(KEYS, 3))) do
+  -- One location: the version, a stamp of 8 bytes, an array of four.
+  local is_one = held and string.byte(held) == string.byte(stamp) and string.byte(held, 10) == 148
+  local at = is_one and string.find(held, before, 11, true)
+  if at then
+    local name = KEYS[2 + i]
+    local member = string.sub(name, -8)
+    last = last + 2
+    stored[last - 1] = name
+    stored[last] = stamp .. string.sub(held, 10, at - 1) .. after .. (ARGV[5 + i] or string.sub(held, at + #before))
+    ordered[last - 1], ordered[last] = score, member
+    waiting[last - 1], waiting[last] = due, member
+    done[last / 2] = member
+  else
+    others[#others + 1] = i
+  end
+end
+if last > 0 then
+  redis.call('MSET', unpack(stored))
+  redis.call('ZADD', KEYS[1], unpack(ordered))
+  if due ~= '' then redis.call('ZADD', KEYS[2], unpack(waiting)) else redis.call('ZREM', KEYS[2], unpack(done)) end
+end
+return {#others == 0 and 1 or 0, unpack(others)}
+""",
+    allow_oom=True,
+    guards=True,
+)
 WRITE: Final = Script(_WRITE, creates=True)
 _REWRITE: Final = Script(_WRITE, allow_oom=True)
 _TOUCH: Final = Script("""
@@ -642,6 +725,24 @@ class _Sums:
         self._storage, self._type, self._field = location[1], location[2], self._first_fields[place]
 
 
+class _Beginning(NamedTuple):
+    """Blocks of one shard that begin to be written together.
+
+    Attributes:
+        call: of the script.
+        shard: number of the shard.
+        keys: of the blocks, in the order of the script's indexes, which count from 1.
+        place: where they go.
+        size_bytes: of each.
+    """
+
+    call: ScriptCall
+    shard: int
+    keys: Sequence[int]
+    place: StorageKey
+    size_bytes: int
+
+
 def _stamp(old: BlockRecord | None) -> bytes:
     return _ABSENT if old is None else getattr(old, "stamp", b"") or _UNKNOWN
 
@@ -655,6 +756,7 @@ def _due_order(old: BlockRecord | None, new: BlockRecord | None) -> float | bool
 
 
 _MOST_KEYS_PER_CALL: Final = 256
+_MOST_STAGED_KEYS: Final = MOST_KEYS_PER_SCRIPT - 6  # with the keys of the shard, and of the document before them
 _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 4096
 _FIRST_MEMBER, _LAST_MEMBER = bytes(KEY.size), b"\xff" * KEY.size  # as the server orders bytes
@@ -725,10 +827,83 @@ class RedisBackend:
         return Written(lost, usage)
 
     def begin(self, run: BlockRun) -> None:
-        """Records are added in Redis, by `write_many`."""
+        """Records are added in Redis, by `write_many` and `stage_begin`."""
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
-        """Records are changed in Redis, by `write_many`."""
+        """Records are changed in Redis, by `write_many` and `stage_serve`."""
+
+    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
+        parts = [part for run in runs for part in self._beginnings(run)]
+
+        def settle(answers: Sequence[Any]) -> Written:
+            lost: list[int] = []
+            usage: Counter[StorageKey] = Counter()
+            for part, answer in zip_longest(parts, answers):
+                if answer is None:
+                    lost += part.keys
+                    continue
+                turn, *losers = answer
+                lost += [part.keys[index - 1] for index in losers]
+                count = len(part.keys) - len(losers)
+                usage[part.place] += count * part.size_bytes
+                added = {Sum(part.place, is_deleting=False): count * part.size_bytes}
+                self._sums.record(part.shard, turn, added, count)
+            return Written(lost, usage)
+
+        return StagedChange([part.call for part in parts], settle)
+
+    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
+        parts = [part for before, after in runs for part in self._servings(before, after)]
+
+        def settle(answers: Sequence[Any]) -> Written:
+            lost: list[int] = []
+            for (_, keys), answer in zip_longest(parts, answers):
+                lost += keys if answer is None else [keys[index - 1] for index in answer[1:]]
+            return Written(lost, {})
+
+        return StagedChange([call for call, _ in parts], settle)
+
+    def _beginnings(self, run: BlockRun) -> Iterator[_Beginning]:
+        """Yield the calls that begin a run, by shard."""
+        location, field = run.location, Sum(run.location.place, is_deleting=False).field
+        with timed("meta_searcher.index_serialize_time_us"):
+            records = encode_records(location, run.links(), run.chunks)
+        measure("meta_indexer.io_data_size", sum(map(len, records)))
+        members = pack_keys(run.keys)
+        heads = [_ABSENT] if run.parent is None else pack_keys((run.parent,))
+        parents = [*heads, *members[:-1]]
+        score, due = whole_seconds(location.written_at) + RETIRED, repr(float(location.deadline))
+        for shard, at in self._parts_of(run.keys):
+            names = self._shards[shard]
+            headless = 1 if run.parent is None and at[0] == 0 else 0
+            given = (score, due, field, location.size_bytes, b"".join([parents[i] for i in at]), headless)
+            keys = [*names[1:], *[names.blocks + members[i] for i in at]]
+            call = ScriptCall(_BEGIN, keys, [*given, *[records[i] for i in at]])
+            yield _Beginning(call, shard, [run.keys[i] for i in at], location.place, location.size_bytes)
+
+    def _servings(self, before: UniformRun, after: UniformRun) -> Iterator[tuple[ScriptCall, Sequence[int]]]:
+        """Yield the calls that let a run serve, by shard, and their keys."""
+        location = after.location
+        headers = (encode_header(before.location), encode_header(location))
+        chunks = [] if after.chunks is before.chunks else [encode_chunk_of(chunk) for chunk in after.chunks]
+        score, due = whole_seconds(location.written_at), repr(float(location.deadline)) if location.deadline else ""
+        members = pack_keys(before.keys)
+        for shard, at in self._parts_of(before.keys):
+            names = self._shards[shard]
+            keys = [names.order, names.pending, *[names.blocks + members[i] for i in at]]
+            given: tuple[Argument, ...] = (*headers, new_stamp(), score, due)
+            call = ScriptCall(_SERVE, keys, [*given, *([chunks[i] for i in at] if chunks else ())])
+            yield call, [before.keys[i] for i in at]
+
+    def _parts_of(self, keys: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield shards with positions of keys for one call, in ascending order."""
+        if len(self._shards) == 1:
+            groups: Mapping[int, Sequence[int]] = {0: range(len(keys))}
+        else:
+            groups = self._by_shard(keys)
+        for shard, positions in groups.items():
+            for part in _cut(positions, _MOST_STAGED_KEYS):
+                yield shard, part
 
     async def children(self, key: int) -> list[int]:
         (parent,) = pack_keys((key,))

@@ -18,12 +18,14 @@ import time
 from binascii import crc_hqx
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import hiredis
+import msgspec
 from redis.asyncio.connection import Connection, SSLConnection
 from redis.exceptions import (
     AskError,
@@ -42,6 +44,7 @@ from kvcm.store.store import StoreGate
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
+    "MOST_KEYS_PER_SCRIPT",
     "Argument",
     "Command",
     "Eviction",
@@ -50,6 +53,7 @@ __all__ = [
     "RedisClient",
     "Script",
     "ScriptCall",
+    "Stages",
     "Topology",
     "open_connection",
     "slot_of",
@@ -58,24 +62,30 @@ __all__ = [
 # Lua functions that run inside the server, atomically over the keys of one hash tag.
 
 Argument = bytes | str | int | float
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Script:
     """A Lua text, known to servers by its SHA-1.
 
     Args:
-        text: of the function.
+        body: of the function.
         allow_oom: whether it runs on a server that is at its `maxmemory` too. For what ends or renews something and so
             must be possible then; it must not let the store grow with every call.
         creates: whether it stores something new, which is refused while the gate says so.
+        guards: whether an answer of 0, alone or as the first of a list, keeps later stages from running
+            (`RedisClient.run_in_turn`).
     """
 
-    __slots__ = ("creates", "sha1", "text")
+    __slots__ = ("allow_oom", "body", "creates", "guards", "sha1", "text")
 
-    def __init__(self, text: str, *, allow_oom: bool = False, creates: bool = False) -> None:
+    def __init__(self, body: str, *, allow_oom: bool = False, creates: bool = False, guards: bool = False) -> None:
+        self.body = body
+        self.allow_oom = allow_oom
         self.creates = creates
+        self.guards = guards
         # The server reads the flags of a script from its first line.
-        self.text = f"#!lua flags=allow-oom\n{text}" if allow_oom else text
+        self.text = f"#!lua flags=allow-oom\n{body}" if allow_oom else body
         self.sha1 = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -101,6 +111,62 @@ class ScriptCall(NamedTuple):
     def by_text(self) -> tuple[Argument, ...]:
         """The command, for a server that does not; it does afterwards."""
         return (b"EVAL", self.script.text, len(self.keys), *self.keys, *self.args)
+
+
+# Stages: calls of which the later ones run only where the earlier ones succeed. On one server all of them are one call
+# of one script, which has the texts of all as its functions: one round trip, and nothing comes in between.
+
+Stages = Sequence[Sequence[ScriptCall]]
+"""Calls of one stage run in any order; those of the next one only if no guard answered 0."""
+MOST_KEYS_PER_SCRIPT: Final = 256
+"""Of a stage; then a script holds up the server for about a millisecond."""
+_IN_TURN: Final = """
+local plan = cmsgpack.unpack(ARGV[1])
+local key, arg, answers = 0, 1, {}
+for number, stage in ipairs(plan) do
+  local found, goes_on = {}, true
+  for at, call in ipairs(stage) do
+    local body, keys, args, guards = unpack(call)
+    local answer = bodies[body]({unpack(KEYS, key + 1, key + keys)}, {unpack(ARGV, arg + 1, arg + args)})
+    key, arg = key + keys, arg + args
+    found[at] = answer or false
+    if guards and (answer == 0 or type(answer) == 'table' and answer[1] == 0) then goes_on = false end
+  end
+  answers[number] = found
+  if not goes_on then break end
+end
+return answers
+"""
+
+
+@lru_cache(64)
+def _joined_script(scripts: tuple[Script, ...]) -> Script:
+    """Return the script that runs these in stages."""
+    bodies = "".join(f"function(KEYS, ARGV)\n{script.body}\nend,\n" for script in scripts)
+    return Script(
+        f"local bodies = {{\n{bodies}}}\n{_IN_TURN}",
+        allow_oom=all(script.allow_oom for script in scripts),
+        creates=any(script.creates for script in scripts),
+    )
+
+
+def _joined(stages: Stages) -> ScriptCall:
+    """Return the one call that runs all stages."""
+    calls = [call for stage in stages for call in stage]
+    scripts = tuple(dict.fromkeys(call.script for call in calls))
+    number = {script: at for at, script in enumerate(scripts, 1)}
+    plan = [
+        [(number[call.script], len(call.keys), len(call.args), call.script.guards) for call in stage]
+        for stage in stages
+    ]
+    keys = [key for call in calls for key in call.keys]
+    return ScriptCall(_joined_script(scripts), keys, [_encode(plan), *(arg for call in calls for arg in call.args)])
+
+
+def _goes_on(stage: Sequence[ScriptCall], answers: Sequence[Any]) -> bool:
+    """Return whether no guard of a stage answered 0."""
+    firsts = (answer[0] if isinstance(answer, list) and answer else answer for answer in answers)
+    return not any(call.script.guards and first == 0 for call, first in zip(stage, firsts, strict=True))
 
 
 # One server: its connections, and round trips of several commands at once.
@@ -661,6 +727,33 @@ class RedisClient:
                 answers[at] = answer
             return self._checked(answers)
 
+    async def run_in_turn(self, stages: Stages, recheck: ScriptCall | None = None) -> list[list[Any]]:
+        """Run stages of scripts, each only if no guard of an earlier one answered 0, and return the answers of those
+        that ran. On one server that is one round trip and nothing comes in between; on a cluster one per stage.
+
+        A long last stage is cut: beyond `MOST_KEYS_PER_SCRIPT` keys it goes on in scripts of its own, in the same
+        packet.
+
+        Args:
+            stages: at least one.
+            recheck: a guard that answers 0 where the earlier stages did not succeed: it runs before each such script.
+                None where there are no earlier ones.
+        """
+        if self.is_cluster:
+            answers: list[list[Any]] = []
+            for stage in stages:
+                answers.append(await self.run(stage))
+                if not _goes_on(stage, answers[-1]):
+                    break
+            return answers
+        first, *rest = _cut_by_keys(stages[-1])
+        before = [[recheck]] if recheck is not None else []
+        answers, *later = await self.run([_joined([*stages[:-1], first]), *(_joined([*before, part]) for part in rest)])
+        for found in later:
+            if len(answers) == len(stages) and len(found) > len(before):
+                answers[-1] += found[-1]
+        return answers
+
     async def execute(self, commands: Sequence[Command]) -> list[Any]:
         """Run commands that each have one key, in second place, and return their answers, as those of RESP2."""
         self._check_gate()
@@ -837,6 +930,19 @@ async def _all(askings: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
+
+
+def _cut_by_keys(stage: Sequence[ScriptCall]) -> list[list[ScriptCall]]:
+    """Cut a stage into parts of `MOST_KEYS_PER_SCRIPT` keys, where no call alone has more; one part at least."""
+    parts: list[list[ScriptCall]] = [[]]
+    count = 0
+    for call in stage:
+        if parts[-1] and count + len(call.keys) > MOST_KEYS_PER_SCRIPT:
+            parts.append([])
+            count = 0
+        parts[-1].append(call)
+        count += len(call.keys)
+    return parts
 
 
 def _key(command: Command) -> bytes:

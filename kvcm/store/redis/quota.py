@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -65,6 +65,7 @@ end
 return {fits and 1 or 0, flat}
 """,
     creates=True,
+    guards=True,
 )
 _RELEASE = """
 local function release(owner)
@@ -244,6 +245,11 @@ class QuotaCounters:
     def __init__(self, client: RedisClient) -> None:
         self._client = client
 
+    @property
+    def are_together(self) -> bool:
+        """Whether all accounts are on one server, so that several cost as many round trips as one."""
+        return not self._client.is_cluster
+
     async def read(self, account: str) -> Counters:
         """Return the counters of an account."""
         (counters,) = await self.read_many([account])
@@ -269,23 +275,37 @@ class QuotaCounters:
         Returns:
             Whether it fits, and the counters afterwards.
         """
-        arguments = (owner, repr(deadline), _encode(demands), _encode(limits))
-        (answer,) = await self._client.run([ScriptCall(_RESERVE, self._keys(account), arguments)])
+        (answer,) = await self._client.run([self.reserving(account, owner, deadline, demands, limits)])
+        return self.reserved(answer)
+
+    def reserving(
+        self, account: str, owner: str, deadline: float, demands: Sequence[Demand], limits: Sequence[TotalLimit]
+    ) -> ScriptCall:
+        """Return the call that does `reserve`, a guard; `reserved` reads its answer."""
+        return ScriptCall(_RESERVE, self._keys(account), (owner, repr(deadline), _encode(demands), _encode(limits)))
+
+    @staticmethod
+    def reserved(answer: Sequence[Any]) -> tuple[bool, Counters]:
+        """Return what `reserve` does, from the answer of its call."""
         return bool(answer[0]), Counters.of(answer[1])
 
     async def release(self, account: str, owner: str) -> None:
         """End a reservation under which nothing was stored; doing so twice is fine."""
         await self._client.run([ScriptCall(_RELEASE_CALL, self._keys(account), (owner,))])
 
-    async def report(self, account: str, report: Report) -> Counters:
-        """Add differences and end reservations; a report with a number that was received already changes nothing."""
+    async def report(self, reports: Mapping[str, Report]) -> dict[str, Counters]:
+        """Add differences to accounts and end reservations; a report with a number that was received already changes
+        nothing."""
+        (answers,) = await self._client.run_in_turn([[self._reporting(*each) for each in reports.items()]])
+        return {account: Counters.of(answer) for account, answer in zip(reports, answers, strict=True)}
+
+    def _reporting(self, account: str, report: Report) -> ScriptCall:
         fields = {*report.grown, *report.shrunk}
         changes = [(field, report.grown.get(field, 0), report.shrunk.get(field, 0)) for field in sorted(fields)]
         arguments = (report.node, report.number, str(report.epoch), _encode(changes), _encode(list(report.done)))
         counters, rows = self._keys(account)
         last_report = counters.replace(b":q{", b":s{", 1) + report.node.encode()
-        (answer,) = await self._client.run([ScriptCall(_REPORT, (counters, rows, last_report), arguments)])
-        return Counters.of(answer)
+        return ScriptCall(_REPORT, (counters, rows, last_report), arguments)
 
     async def overdue(self, accounts: Sequence[str], now: float) -> frozenset[str]:
         """Return the accounts with a reservation that a recount would void."""

@@ -131,9 +131,17 @@ redis.call('INCR', KEYS[3])
 redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
 return 1
 """
-_CREATE = Script(_REPLACE, creates=True)
-_CHANGE = Script(_REPLACE, allow_oom=True)  # on a full server existing documents can be decided, finished and removed
-_END = Script(_CONCLUDE, allow_oom=True)  # what it keeps takes the place of more, and goes soon
+_HOLDS = Script(
+    """
+return redis.call('HGET', KEYS[1], ARGV[1]) == ARGV[2] and 1 or 0
+""",
+    allow_oom=True,
+    guards=True,
+)
+_CREATE = Script(_REPLACE, creates=True, guards=True)
+# On a full server existing documents can be decided, finished and removed.
+_CHANGE = Script(_REPLACE, allow_oom=True, guards=True)
+_END = Script(_CONCLUDE, allow_oom=True, guards=True)  # what it keeps takes the place of more, and goes soon
 _CREATE_TOGETHER = Script(_REPLACE_TOGETHER, creates=True)
 _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
 # Written by operators and by managers that start: few, and removing an instance begins with a new document. Deletion
@@ -145,6 +153,9 @@ _MARKED = {"registry"}
 class RedisTable:
     """One table.
 
+    Attributes:
+        client: of the servers.
+
     Args:
         client: of the servers.
         name: lower-case letters.
@@ -152,7 +163,7 @@ class RedisTable:
     """
 
     def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
-        self._client = client
+        self.client = client
         is_always_taken = name in _ALWAYS or name.startswith(PART)
         self._create = _CHANGE if is_always_taken else _CREATE
         self._create_together = _CHANGE_TOGETHER if is_always_taken else _CREATE_TOGETHER
@@ -169,26 +180,34 @@ class RedisTable:
         return key
 
     async def get(self, name: str) -> bytes | None:
-        (document,) = await self._client.execute([(b"HGET", self._documents[self._part(name)], name.encode())])
+        (document,) = await self.client.execute([(b"HGET", self._documents[self._part(name)], name.encode())])
         assert document is None or isinstance(document, bytes)
         return document
 
     async def get_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
         """Return documents of a table of one part as they are at one moment, None where there is none."""
-        (found,) = await self._client.execute([(b"HMGET", self.document_key, *(name.encode() for name in names))])
+        (found,) = await self.client.execute([(b"HMGET", self.document_key, *(name.encode() for name in names))])
         documents: Sequence[bytes | None] = found
         return documents
 
     async def all(self) -> Mapping[str, bytes]:
-        parts = await self._client.execute([(b"HGETALL", key) for key in self._documents])
+        parts = await self.client.execute([(b"HGETALL", key) for key in self._documents])
         return {name.decode(): value for part in parts for name, value in _pairs(part)}
 
     async def replace(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> bool:
+        (done,) = await self.client.run([self.replacing(name, old, new, due)])
+        return bool(done)
+
+    def replacing(self, name: str, old: bytes | None, new: bytes | None, due: float = 0.0) -> ScriptCall:
+        """Return the call that does `replace`; it answers 1, or 0 where another document is there, and is a guard."""
         keys = self._keys(self._part(name))
         when = repr(float(due)) if due and new is not None else ""
         args = (*_arguments(Replacement(name, old, new)), when, self._new_mark())
-        (done,) = await self._client.run([ScriptCall(self._create if old is None else _CHANGE, keys, args)])
-        return bool(done)
+        return ScriptCall(self._create if old is None else _CHANGE, keys, args)
+
+    def holding(self, name: str, document: bytes) -> ScriptCall:
+        """Return a guard that answers 1 where that is the document of the name."""
+        return ScriptCall(_HOLDS, [self._documents[self._part(name)]], (name.encode(), document))
 
     async def replace_together(self, replacements: Sequence[Replacement]) -> bool:
         parts = {self._part(each.name) for each in replacements}
@@ -198,17 +217,20 @@ class RedisTable:
         creates = any(each.old is None for each in replacements)
         script = self._create_together if creates else _CHANGE_TOGETHER
         args = [self._new_mark(), *(argument for each in replacements for argument in _arguments(each))]
-        (done,) = await self._client.run([ScriptCall(script, self._keys(parts.pop()), args)])
+        (done,) = await self.client.run([ScriptCall(script, self._keys(parts.pop()), args)])
         return bool(done)
 
     async def finish(self, name: str, old: bytes, outcome: bytes, now: float, seconds: float) -> bool:
-        keys = (*self._keys(self._part(name))[:3], self._outcome_key(name))
-        args = (name.encode(), old, outcome, max(1, round(seconds * 1000)))
-        (done,) = await self._client.run([ScriptCall(_END, keys, args)])
+        (done,) = await self.client.run([self.finishing(name, old, outcome, seconds)])
         return bool(done)
 
+    def finishing(self, name: str, old: bytes, outcome: bytes, seconds: float) -> ScriptCall:
+        """Return the call that does `finish`; it answers 1, or 0 where another document is there, and is a guard."""
+        keys = (*self._keys(self._part(name))[:3], self._outcome_key(name))
+        return ScriptCall(_END, keys, (name.encode(), old, outcome, max(1, round(seconds * 1000))))
+
     async def outcome(self, name: str, now: float) -> bytes | None:
-        (outcome,) = await self._client.execute([(b"GET", self._outcome_key(name))])
+        (outcome,) = await self.client.execute([(b"GET", self._outcome_key(name))])
         assert outcome is None or isinstance(outcome, bytes)
         return outcome
 
@@ -223,7 +245,7 @@ class RedisTable:
 
     async def due(self, now: float, most: int) -> list[str]:
         limit = (b"LIMIT", 0, most, b"WITHSCORES")
-        parts = await self._client.execute(
+        parts = await self.client.execute(
             [(b"ZRANGEBYSCORE", key, b"-inf", repr(float(now)), *limit) for key in self._due]
         )
         names = merge(*([(float(score), name) for name, score in _pairs(part)] for part in parts))
@@ -231,9 +253,9 @@ class RedisTable:
 
     async def version(self) -> int:
         if not self._is_marked:
-            return sum(int(n or 0) for n in await self._client.execute([(b"GET", key) for key in self._versions]))
+            return sum(int(n or 0) for n in await self.client.execute([(b"GET", key) for key in self._versions]))
         keys = zip(self._versions, self._marks, strict=True)
-        numbers = await self._client.execute([(b"MGET", *pair) for pair in keys])
+        numbers = await self.client.execute([(b"MGET", *pair) for pair in keys])
         return sum(int(n or 0) << MARK_BITS | int.from_bytes(mark or b"") for n, mark in numbers)
 
     def _part(self, name: str) -> int:
