@@ -433,7 +433,7 @@ class Sharing:
         invalidations = Invalidations(
             metadata.client,
             keys.prefix,
-            lambda names: caches.invalidate(filter(None, map(keys.parse, names))),
+            lambda names: caches.invalidate(keys.by_uid(names)),
             caches.invalidate_all,
         )
         return cls(invalidations, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from kvcm.index.search_cache import CacheBudget, ChunkCache, StorageView, filter
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.instances import Instance, LocationSpecInfo, Placement, Registration
+from kvcm.model.keys import unpack_keys
 from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
@@ -241,12 +242,13 @@ class OpenCaches:
         self.all()
         return self._handles
 
-    def invalidate(self, changed: Iterable[tuple[int, int]]) -> None:
-        """Another manager changed blocks: (uid, key) each."""
-        for uid, key in changed:
+    def invalidate(self, changed: Mapping[int, Sequence[bytes]]) -> None:
+        """Managers changed blocks: their packed keys by uid. Of an instance without answers there is nothing to
+        forget."""
+        for uid, members in changed.items():
             cache = self._caches.get(uid)
-            if cache is not None:
-                cache.index.invalidate((key,))
+            if cache is not None and cache.index.has_answers:
+                cache.index.invalidate(unpack_keys(members))
 
     def invalidate_all(self) -> None:
         """Changes of other managers may have been missed."""

@@ -194,6 +194,11 @@ class MetaIndex:
         """Read the number of blocks and their usage from the store."""
         await self._backend.refresh()
 
+    @property
+    def has_answers(self) -> bool:
+        """Whether an answer is kept, or about to be, that a change by another manager would have to take away."""
+        return self._answers.holds_any
+
     def invalidate(self, keys: Iterable[int]) -> None:
         """Another manager changed these keys."""
         self._answers.forget(list(keys))

@@ -171,6 +171,11 @@ class SearchCache(Generic[Cached]):
         """Return how many entries refer to records of this process, which the budget does not count."""
         return 0 if self._is_bounded else len(self._young) + len(self._old)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether an answer is kept, or read right now."""
+        return bool(self._young or self._old or self._reading)
+
     def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
         if self._generation != self._view.generation:
@@ -335,6 +340,11 @@ class _NodeAnswers:
             self._records.abandon(read)
             raise
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether a record is kept, or read right now."""
+        return self._records.holds_any
+
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the records of keys that changed, and keep nothing of reads that are under way."""
         self._records.forget(keys)
@@ -445,6 +455,11 @@ class AnswerCache:
         except BaseException:
             self._cache.abandon(read)
             raise
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether an answer is kept, or read right now."""
+        return self._cache.holds_any or self._on_nodes.holds_any
 
     def forget(self, keys: Sequence[int]) -> None:
         """The records of these keys changed, or may have."""

@@ -24,7 +24,7 @@ from kvcm.index.backends.redis import BlockKeys, RedisBackend, ShardKeys, Shared
 from kvcm.index.codec import decode_record
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed_key, pack_keys
+from kvcm.model.keys import mixed_key, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import RedisClient, Script, ScriptCall
@@ -604,7 +604,8 @@ KEYS = BlockKeys("a.b(")
 def test_a_name_is_taken_apart(uid: int, shard: int, key: int) -> None:
     name = f"a.b(:b{{{uid}.{shard}}}".encode() + key.to_bytes(8, "big", signed=True)
     assert name.startswith(KEYS.prefix)
-    assert KEYS.parse(name) == (uid, mixed_key(key))
+    assert KEYS.by_uid([name]) == {uid: [name[-8:]]}
+    assert unpack_keys(KEYS.by_uid([name])[uid]) == [mixed_key(key)]
 
 
 FOREIGN = (
@@ -615,6 +616,6 @@ FOREIGN = (
 
 @pytest.mark.parametrize("rest", FOREIGN)
 def test_a_foreign_name_below_the_prefix_is_none(rest: bytes) -> None:
-    assert KEYS.parse(KEYS.prefix + rest) is None
-    assert KEYS.parse(b"another:b{7.1}12345678") is None
-    assert KEYS.parse(KEYS.prefix + b"7.1}12345678") is not None
+    foreign = (KEYS.prefix + rest, b"another:b{7.1}12345678")
+    for names in (foreign, (*foreign, KEYS.prefix + b"7.1}12345678", KEYS.prefix + b"7.2}abcdefgh")):
+        assert KEYS.by_uid(names) == ({7: [b"12345678", b"abcdefgh"]} if len(names) > 2 else {})

@@ -2,7 +2,7 @@
 can crash at any of these points: it never gets an answer again, whatever it was doing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from inspect import iscoroutinefunction
 from random import Random
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from kvcm.index.search_cache import CacheBudget
 from kvcm.model.errors import NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.keys import pack_keys
 from kvcm.model.storages import StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.registry import Registry
@@ -25,7 +26,7 @@ from kvcm.storage.dummy import DummyStorage
 from kvcm.store.memory import MemoryTable
 
 Answer = TypeVar("Answer")
-Invalidate = Callable[[Iterable[tuple[int, int]]], None]
+Invalidate = Callable[[Mapping[int, Sequence[bytes]]], None]
 
 
 class SharedStore:
@@ -55,7 +56,7 @@ class SharedStore:
         for change in changes:
             self.on_change(uid, change)
         for connection in self.connections:
-            connection.invalidate((uid, change.key) for change in changes)
+            connection.invalidate({uid: pack_keys([change.key for change in changes])})
 
 
 class Connection:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import nsmallest
 from itertools import zip_longest
@@ -63,7 +63,7 @@ from kvcm.index.codec import (
 )
 from kvcm.index.locking import shards_of
 from kvcm.model.errors import KvcmError
-from kvcm.model.keys import mixed, mixed_key, pack_keys, unpack_keys
+from kvcm.model.keys import mixed, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
@@ -93,6 +93,7 @@ KEY: Final = Struct(">q")
 """A block key as part of a name and as a member of the sorted sets; not mixed (kvcm/model/keys.py)."""
 RELATION: Final = Struct(">qq")
 """Parent and child, as a member of the sorted set of children."""
+_MOST_HEADS: Final = 1 << 16
 
 
 class ShardKeys(NamedTuple):
@@ -130,12 +131,28 @@ class BlockKeys:
 
     def __init__(self, deployment: str) -> None:
         self.prefix = f"{deployment}:b{{".encode()
-        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}(.{8})", re.DOTALL).fullmatch
+        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}").fullmatch
+        self._uids: dict[bytes, int | None] = {}  # by the beginnings of names, of which each shard has one
 
-    def parse(self, name: bytes) -> tuple[int, int] | None:
-        """Return uid and block key of a record's name; None for a name that only begins like one."""
-        found = self._match(name)
-        return (int(found[1]), mixed_key(*KEY.unpack(found[2]))) if found is not None else None
+    def by_uid(self, names: Iterable[bytes]) -> dict[int, list[bytes]]:
+        """Return the members that records' names end with, by uid, without names that only begin like one. Every
+        manager does this for each change of a block, so a name costs two slices and one lookup."""
+        members: defaultdict[bytes, list[bytes]] = defaultdict(list)
+        for name in names:
+            members[name[: -KEY.size]].append(name[-KEY.size :])
+        found: dict[int, list[bytes]] = {}
+        for head, of_shard in members.items():
+            uid = self._uids[head] if head in self._uids else self._parse(head)
+            if uid is not None:
+                found.setdefault(uid, []).extend(of_shard)
+        return found
+
+    def _parse(self, head: bytes) -> int | None:
+        found = self._match(head)
+        if len(self._uids) >= _MOST_HEADS:
+            self._uids.clear()
+        self._uids[head] = uid = int(found[1]) if found is not None else None
+        return uid
 
 
 # What changes in Redis at once: the Lua functions of the Redis backend, each over the keys of one shard tag.
