@@ -26,7 +26,7 @@ from kvcm.store.redis.uri import parse_redis_uri
 
 KINDS = ["standalone", "cluster", "sentinel"]
 CHAIN = tuple(range(1, 21))
-LONG = tuple(range(1, 601))  # cut: a script takes 256 keys
+LONG = tuple(range(1, 601))  # cut: a script takes 160 keys
 
 
 @pytest.fixture(params=KINDS)

@@ -118,7 +118,7 @@ class ScriptCall(NamedTuple):
 
 Stages = Sequence[Sequence[ScriptCall]]
 """Calls of one stage run in any order; those of the next one only if no guard answered 0."""
-MOST_KEYS_PER_SCRIPT: Final = 256
+MOST_KEYS_PER_SCRIPT: Final = 160
 """Of a stage; then a script holds up the server for about a millisecond."""
 _IN_TURN: Final = """
 local plan = cmsgpack.unpack(ARGV[1])
