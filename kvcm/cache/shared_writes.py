@@ -14,12 +14,14 @@ block: blocks that are there already, blocks that failed, sessions that another 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from kvcm.cache.quotas import Reservation, SharedLedger
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import MetaIndex
+from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRun
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, RedisClient, ScriptCall
 from kvcm.store.redis.store import RedisTable
@@ -115,18 +117,29 @@ class SharedWrites:
         reserving = self._ledger.reserving(reservation, index) if reservation is not None else []
         opening = self._sessions.replacing(session.name, None, session.content, session.due)
         blocks = index.stage_begin(runs)
-        stages = [stage for stage in (reserving, [opening], blocks.calls) if stage]
+        # On a cluster a stage is a round trip: the session does not wait for what is reserved, and goes where it fails.
+        first = [[*reserving, opening]] if self._client.is_cluster else [reserving, [opening]]
+        stages = [stage for stage in (*first, blocks.calls) if stage]
         try:
-            answers = await self._client.run_in_turn(stages, self._sessions.holding(session.name, session.content))
+            found = await self._client.run_in_turn(stages, self._sessions.holding(session.name, session.content))
         except BaseException:
             blocks.fail()
             raise
-        if reservation is not None and not await self._ledger.reserved(reservation, index, answers.pop(0)):
+        answers = [answer for stage in found for answer in stage]
+        reserved, opened, begun = (
+            answers[: len(reserving)],
+            answers[len(reserving) :][:1],
+            answers[len(reserving) + 1 :],
+        )
+        is_open = opened == [1]
+        if reservation is not None and not await self._ledger.reserved(reservation, index, reserved):
+            if is_open:
+                with suppress(KvcmError):  # else it ends by itself, without blocks
+                    await self._sessions.replace(session.name, session.content, None)
             return Begun(fits=False)
-        is_open = answers.pop(0)[0] == 1
         if not is_open or not runs:
             return Begun(fits=True, is_open=is_open)
-        return Begun(fits=True, is_open=True, lost=blocks.settle(answers[0] if answers else ()))
+        return Begun(fits=True, is_open=True, lost=blocks.settle(begun))
 
     async def finish(
         self, index: MetaIndex, decided: Decided, runs: Sequence[tuple[UniformRun, UniformRun]]
