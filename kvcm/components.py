@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -317,7 +317,7 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         raise
 
     def new_backend(placement: Placement) -> IndexBackend:
-        return RedisBackend(client, placement.uid, placement.shard_count)
+        return RedisBackend(client, placement.uid, placement.shard_count, store.revisions)
 
     # Not the node's id: that may be configured, and every start numbers its reports from 0 again.
     usage = SharedLedger(QuotaCounters(client), secrets.token_hex(8))
@@ -325,7 +325,7 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         kind="redis",
         store=store,
         new_backend=new_backend,
-        lease=RedisLease(client),
+        lease=RedisLease(client, store.revisions),
         usage=usage,
         client=client,
         guard=guard,
@@ -427,15 +427,22 @@ class Sharing:
         cls, metadata: Metadata, registry: Registry, cache: CacheManager, wakes: WakeBroadcast, clock: Clock
     ) -> Sharing | None:
         """Return the components that a shared store needs, None for a store of this manager alone."""
-        if metadata.client is None or not isinstance(metadata.usage, SharedLedger):
+        store = metadata.store
+        if not isinstance(store, RedisStore) or not isinstance(metadata.usage, SharedLedger):
             return None
-        keys, caches = BlockKeys(metadata.client.prefix), cache.open_caches
-        invalidations = Invalidations(
-            metadata.client,
-            keys.prefix,
-            lambda names: caches.invalidate(keys.by_uid(names)),
-            caches.invalidate_all,
-        )
+        keys, caches, revisions = BlockKeys(store.client.prefix), cache.open_caches, store.revisions
+
+        def invalidate(names: Sequence[bytes]) -> None:
+            revisions.record(names)
+            caches.invalidate(keys.by_uid(names))
+
+        def invalidate_all() -> None:
+            revisions.reset()
+            caches.invalidate_all()
+
+        prefixes = (keys.prefix, *store.notified_prefixes)
+        invalidations = Invalidations(store.client, prefixes, invalidate, invalidate_all)
+        revisions.is_live = lambda: invalidations.is_live
         return cls(invalidations, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
 
 

@@ -321,7 +321,8 @@ class PinBudgets:
 
     async def expire(self) -> None:
         """Forget expired reservations."""
-        for group in await self._table.due(self._clock.now(), _MOST_DUE_BUDGETS):
+        now = self._clock.now()
+        for group in await self._table.due(now, _MOST_DUE_BUDGETS) if self._table.due_from <= now else ():
             try:
                 await self._change(group, lambda entries: entries)
             except KvcmError as error:
@@ -513,7 +514,8 @@ class Pins:
 
     async def expire(self) -> None:
         """Drop the pins whose deadline has passed, and carry out early ends that were cut off."""
-        for pin_id in await self._table.due(self._clock.now(), _MOST_DUE_PINS):
+        now = self._clock.now()
+        for pin_id in await self._table.due(now, _MOST_DUE_PINS) if self._table.due_from <= now else ():
             try:
                 await self._end_due(pin_id)
             except KvcmError as error:

@@ -660,12 +660,12 @@ def _group_reservation(reservation: Reservation, max_key_count: int) -> AccountR
     return group_account(reservation.limits.group.name), demands, totals
 
 
-async def count_usage(census: InstanceIndexes) -> dict[str, dict[str, int]]:
-    """Return what indexes use, as their stores count it, by account and field."""
+async def count_usage(census: InstanceIndexes, *, is_exact: bool = True) -> dict[str, dict[str, int]]:
+    """Return what indexes use, as their stores count it, by account and field; `is_exact` as of `MetaIndex.refresh`."""
     accounts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for group_name, indexes in census.items():
         for uid, index in indexes.items():
-            await index.refresh()
+            await index.refresh(is_exact=is_exact)
             changes = _fields_by_account(group_name, uid, index.usage_bytes, index.key_count)
             for account, fields in changes.items():
                 accounts[account].update(fields)

@@ -262,7 +262,7 @@ class ReadLeases:
         """End the leases whose deadline has passed, those of managers that died included."""
         now = self._clock.now()
         self._remove_overdue(now)
-        for lease_id in await self._table.due(now, _MOST_DUE):
+        for lease_id in await self._table.due(now, _MOST_DUE) if self._table.due_from <= now else ():
             await self._drop(lease_id, now)
 
     def _remove_overdue(self, now: float) -> None:

@@ -76,7 +76,7 @@ class UsageRecount:
         if not checked:
             return
         suspects, self._suspects = self._suspects, {}
-        doubts = await self._suspect_accounts(checked, now)
+        doubts = await self._suspect_accounts(checked, now, is_exact=False)
         again = suspects.keys() & doubts.keys()
         await self.recount(sorted(account for account in again if doubts[account].confirms(suspects[account])))
         self._suspects = {account: doubt for account, doubt in doubts.items() if account not in suspects}
@@ -100,12 +100,14 @@ class UsageRecount:
         doubts = await self._suspect_accounts(accounts, self._clock.now())
         return {account: dict(doubt.differences) for account, doubt in doubts.items()}
 
-    async def _suspect_accounts(self, accounts: Collection[str], now: float) -> dict[str, _Suspect]:
+    async def _suspect_accounts(
+        self, accounts: Collection[str], now: float, *, is_exact: bool = True
+    ) -> dict[str, _Suspect]:
         counters_of = await self._ledger.refresh(accounts)
         overdue = await self._ledger.overdue(
             [name for name, each in counters_of.items() if any(each.reserved.values())], now
         )
-        truth = await count_usage(await self._current_census())
+        truth = await count_usage(await self._current_census(), is_exact=is_exact)
         doubts = {
             account: _Suspect(
                 _excess_by_field(counters, truth.get(account, {})), counters.dropped > 0 or account in overdue

@@ -981,8 +981,8 @@ class SessionStore:
 
     async def expire(self, most: int = _MOST_DUE) -> int:
         """End sessions that are due: overdue ones are rolled back, decisions carried out. Returns how many were."""
-        ended = 0
-        for session_id in await self._table.due(self._clock.now(), most):
+        ended, now = 0, self._clock.now()
+        for session_id in await self._table.due(now, most) if self._table.due_from <= now else ():
             try:
                 ended += await self._expire_if_due(session_id)
             except KvcmError as error:

@@ -43,6 +43,7 @@ from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
 from kvcm.store.redis.client import ScriptCall
+from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import Histogram, current_measures, measure, timed
 
 __all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "StagedWrite", "UsageListener", "UsageNote"]
@@ -148,8 +149,15 @@ class MetaIndex:
 
     @property
     def due_from(self) -> float:
-        """Unix seconds before which `due` finds nothing; 0 where only the store knows."""
+        """Unix seconds before which `due` finds nothing; 0 where only the store knows. Of a shared store as far as this
+        manager was notified of changes."""
         return self._backend.due_from
+
+    @property
+    def revision(self) -> Revision | None:
+        """Another one after every change, of a shared store as far as this manager was notified of it; None where only
+        the store knows."""
+        return self._backend.revision if self._backend.is_shared else (self._generation,)
 
     @property
     def is_shared(self) -> bool:
@@ -190,9 +198,13 @@ class MetaIndex:
         """Blocks of which everything is being deleted, which `key_count` counts too; as last read."""
         return self._backend.deleting_keys
 
-    async def refresh(self) -> None:
-        """Read the number of blocks and their usage from the store."""
-        await self._backend.refresh()
+    async def refresh(self, *, is_exact: bool = True) -> None:
+        """Read the number of blocks and their usage from the store.
+
+        Args:
+            is_exact: also when no change was reported since the last time; one may be in flight for milliseconds.
+        """
+        await self._backend.refresh(is_exact=is_exact)
 
     @property
     def has_answers(self) -> bool:

@@ -31,6 +31,7 @@ from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_c
 from kvcm.reclaim.background import StorageProvider
 from kvcm.reclaim.victims import newly_deleting
 from kvcm.storage.file import FileStorage
+from kvcm.store.store import Revision
 
 __all__ = [
     "GRACE_SECONDS",
@@ -391,6 +392,7 @@ class GarbageCollector:
         self._on_marked = on_marked
         self._pause = pause
         self._suspects: defaultdict[int, dict[int, float]] = defaultdict(dict)  # by uid: blocks, and when to judge them
+        self._scanned: dict[int, Revision] = {}  # by uid: what the last whole scan saw, and noted all suspects of
         self._lap: AsyncIterator[int] | None = None
         self._next_lap = 0.0
         self.found: Counter[str] = Counter({_WITHOUT_PREFIX: 0, _WITHOUT_BYTES: 0})
@@ -405,6 +407,7 @@ class GarbageCollector:
             leads = is_leader() and self._blocks_per_second > 0
             if led and not leads:  # what it saw so far is out of date when it leads again
                 self._suspects.clear()
+                self._scanned.clear()
                 self._lap = None
             led = leads
             await self._pause(await self._round() if leads else _IDLE_SECONDS)
@@ -442,14 +445,23 @@ class GarbageCollector:
 
     async def _whole_lap(self) -> AsyncIterator[int]:
         for handle in self._current():
+            revision = handle.meta_index.revision
+            if revision is not None and revision == self._scanned.get(handle.uid):
+                continue  # it has the blocks without prefix that it had
+            are_noted = True
             async for batch in handle.meta_index.scan(min(_SLICE, max(1, self._blocks_per_second // 4))):
-                await self._scan(handle, batch)
+                are_noted &= await self._scan(handle, batch)
                 yield len(batch)
+            if revision is not None and are_noted:
+                self._scanned[handle.uid] = revision
 
     def _current(self) -> list[IndexHandle]:
         current = list(self._provider.indexes())
-        for uid in self._suspects.keys() - {handle.uid for handle in current}:
+        uids = {handle.uid for handle in current}
+        for uid in self._suspects.keys() - uids:
             del self._suspects[uid]
+        for uid in self._scanned.keys() - uids:
+            del self._scanned[uid]
         return current
 
     # ── on demand ──
@@ -518,8 +530,8 @@ class GarbageCollector:
 
     # ── blocks whose prefix is gone ──
 
-    async def _scan(self, handle: IndexHandle, keys: Sequence[int]) -> None:
-        """Note which blocks have no prefix, and from when on that is garbage."""
+    async def _scan(self, handle: IndexHandle, keys: Sequence[int]) -> bool:
+        """Note which blocks have no prefix, and from when on that is garbage; return whether there was space for all."""
         found = await orphans(handle.meta_index, keys)
         suspects, due = self._suspects[handle.uid], self._clock.now() + GRACE_SECONDS
         is_full = sum(map(len, self._suspects.values())) >= _MOST_SUSPECTS
@@ -528,6 +540,7 @@ class GarbageCollector:
                 suspects.pop(key, None)
             elif not is_full:
                 suspects.setdefault(key, due)
+        return not is_full
 
     async def _collect_suspects(self, handle: IndexHandle, most: int | None, *, dry_run: bool) -> Counter[str]:
         """Judge due suspects of an index, the first `most` at most."""
@@ -538,6 +551,7 @@ class GarbageCollector:
             return counts
         if not await self._provider.is_prefix_match_only(handle.uid):
             suspects.clear()
+            self._scanned.pop(handle.uid, None)
             return counts
         for start in range(0, len(due), _SLICE):
             some = due[start : start + _SLICE]

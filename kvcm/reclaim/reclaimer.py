@@ -46,7 +46,7 @@ from kvcm.reclaim.victims import (
     select_expired,
     select_victims,
 )
-from kvcm.store.store import Table
+from kvcm.store.store import Revision, Table
 from kvcm.telemetry.metrics import AGES, Histogram
 
 __all__ = ["EvictionRecord", "NeedProgress", "NeedQueue", "Payment", "ReclaimStats", "Reclaimer", "WakeBroadcast"]
@@ -277,8 +277,8 @@ class ReclaimStats:
 
 
 # How a follower wakes the leader's reclaimer: over a document of the shared store. Any manager may serve the write that
-# crosses a watermark, and the leader evicts. A follower changes the document; the leader polls the version of the table
-# twenty times a second, which costs the store next to nothing, and starts a round when it changed.
+# crosses a watermark, and the leader evicts. A follower changes the document; the leader looks twenty times a second
+# whether the table changed, and starts a round then. It asks the store only while it is not notified of changes.
 #
 # A second document counts by storage the allocations that followers saw refused for lack of space. The leader's own
 # probes may find space there: in a pool that is fragmented, for example.
@@ -313,6 +313,7 @@ class WakeBroadcast:
         self._full_counts: Mapping[str, int] | None = None
         self._is_requested = False
         self._version: int | None = None
+        self._revision: Revision | None = None
 
     def request(self, _group_name: str = "") -> None:
         """Request a round: a write crossed a watermark or was rejected. Never waits; the leader is notified soon."""
@@ -342,17 +343,24 @@ class WakeBroadcast:
             StorageIOError: the store cannot be asked.
         """
         if self._is_leader():
-            version = await self._table.version()
-            if self._is_requested or version != self._version:
-                await self._receive_full()
-                self._is_requested, self._version = False, version
-                self._wake()
+            await self._receive()
         elif self._is_requested:
             known = await self._table.get(_DOCUMENT)
             next_value = (int.from_bytes(known or b"") + 1) % (1 << 64)
             await self._table.replace(_DOCUMENT, known, next_value.to_bytes(8))
             await self._send_full()  # behind: a store that is full takes no new document
             self._is_requested = bool(self._full)  # if another manager was faster, its change counts for both
+
+    async def _receive(self) -> None:
+        revision = self._table.revision
+        if revision is not None and revision == self._revision and not self._is_requested:
+            return
+        version = await self._table.version()
+        if self._is_requested or version != self._version:
+            await self._receive_full()
+            self._is_requested, self._version = False, version
+            self._wake()
+        self._revision = revision
 
     async def _receive_full(self) -> None:
         """Pass on the storages whose count grew; at first those that were counted before are old."""
@@ -543,10 +551,10 @@ class Reclaimer:
         return {name: HeldBytes(remaining[name], deleting[name]) for name in remaining.keys() | deleting.keys()}
 
     async def _refresh(self) -> None:
-        """Read the usage of shared indexes."""
+        """Read the usage of shared indexes that changed."""
         for handle in self._indexes():
             if handle.uid in self._orders and handle.meta_index.is_shared:
-                await handle.meta_index.refresh()
+                await handle.meta_index.refresh(is_exact=False)
         self._refreshed_at = self._clock.now()
 
     async def _serve_needs(self) -> int:

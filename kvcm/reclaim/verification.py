@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 import structlog
@@ -30,7 +31,7 @@ from kvcm.reclaim.garbage import GarbageCollector
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.file import FileStorage
 from kvcm.store.numbers import DeletionNumber, DeletionNumbers, Witnessed
-from kvcm.store.store import UNVERIFIED, ReadDocuments, Store, Table
+from kvcm.store.store import UNVERIFIED, ReadDocuments, Revision, Store, Table
 
 __all__ = ["StorageVerification"]
 
@@ -60,10 +61,22 @@ class StorageVerification:
     on_lost: Callable[[str, int], Awaitable[None]] | None = None
     _reasons: dict[str, str] = field(default_factory=dict)
     _ended: int = 0  # verifications
+    _known_marks: tuple[Revision | None, Mapping[str, bytes]] = (None, MappingProxyType({}))  # of a revision
 
     @property
     def _marks(self) -> Table:
         return self.store.table(UNVERIFIED)
+
+    async def _current_marks(self) -> Mapping[str, bytes]:
+        """Return the marks; the store is asked where they may have changed."""
+        revision = self._marks.revision
+        if revision is None or revision != self._known_marks[0]:
+            self._known_marks = revision, await self._marks.all()
+        return self._known_marks[1]
+
+    async def _replace_mark(self, name: str, old: bytes | None, new: bytes | None) -> bool:
+        self._known_marks = None, {}
+        return await self._marks.replace(name, old, new)
 
     async def check(self) -> None:
         """Compare what was not compared yet, and follow the marks of other managers.
@@ -72,7 +85,7 @@ class StorageVerification:
             StorageIOError: the store cannot be asked.
         """
         doubts, ended = self.storages.doubts, self._ended
-        marks = await self._marks.all()
+        marks = await self._current_marks()
         if ended != self._ended:
             return  # one of the marks may be gone
         for name, storage in self.storages.path_storages().items():
@@ -89,7 +102,7 @@ class StorageVerification:
             return
         if are_apart:
             self._hide(name, "it and the metadata are not of the same time")
-            await self._marks.replace(name, None, secrets.token_bytes(16))
+            await self._replace_mark(name, None, secrets.token_bytes(16))
         elif doubts == self.storages.doubts:  # else another server answers by now
             self._show(name)
 
@@ -135,7 +148,7 @@ class StorageVerification:
         Raises:
             StorageIOError: the store cannot be asked.
         """
-        marks = await self._marks.all()
+        marks = await self._current_marks()
         for name, storage in self.storages.path_storages().items():
             try:
                 if name in marks:
@@ -158,8 +171,8 @@ class StorageVerification:
         await storage.advance_witness(DeletionNumbers(self.store))
         self._ended += 1
         if not is_current():  # the numbers may be those of a server that took over just now
-            await self._marks.replace(name, None, secrets.token_bytes(16))
-        elif await self._marks.replace(name, mark, None):
+            await self._replace_mark(name, None, secrets.token_bytes(16))
+        elif await self._replace_mark(name, mark, None):
             self._show(name)
             seconds = round(self.clock.now() - begin, 3)
             _log.info("storage_verified", storage=name, seconds=seconds, **report._asdict())

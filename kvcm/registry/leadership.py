@@ -23,7 +23,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import NotLeaderError, StorageIOError
 from kvcm.model.nodes import Endpoint, Vitals
 from kvcm.registry.document_cache import decode_document, encode_document
-from kvcm.store.store import Lease, LeaseState, Table
+from kvcm.store.store import Lease, LeaseState, Revision, Table
 
 __all__ = ["Leadership", "NodeTable", "VitalsTable"]
 
@@ -122,7 +122,7 @@ class NodeTable:
         return found
 
     async def _forget_expired(self, now: float) -> None:
-        for node_id in await self._table.due(now, _MOST_FORGOTTEN):
+        for node_id in await self._table.due(now, _MOST_FORGOTTEN) if self._table.due_from <= now else ():
             document = await self._table.get(node_id)
             if document is not None and _ended(document, now):
                 await self._table.replace(node_id, document, None)
@@ -137,6 +137,9 @@ def _ended(document: bytes, now: float) -> bool:
 
 _log = structlog.get_logger("kvcm.registry")
 _OBSERVE_SECONDS = 1.0  # a leader that started again under its old id has other ports
+_RENEWALS_PER_LEASE = 10  # so many fail before a term ends
+_LONGEST_RENEWAL_SECONDS = 1.0
+_LONGEST_TRUST_SECONDS = 1.0  # that a lease is as it was seen, since no change of it was reported
 
 
 class Leadership:
@@ -171,6 +174,10 @@ class Leadership:
         self._lease = lease
         self._nodes = NodeTable(node_id, clock, nodes)
         self._asking = asyncio.Lock()  # an answer to `acquire` and a release must not overtake each other
+        self._renewal_seconds = min(lease_seconds / _RENEWALS_PER_LEASE, _LONGEST_RENEWAL_SECONDS)
+        self._renew_at = 0.0
+        self._revision: Revision | None = None  # of the lease as last seen
+        self._changed_at = self._asked_at = 0.0
         self._expires = 0.0
         self._stay_out_until = 0.0
         self._resignations = 0
@@ -224,7 +231,8 @@ class Leadership:
         return await self._nodes.all()
 
     async def tick(self) -> None:
-        """Do one round of the election: renew the lease, or take it when it is free and the campaign delay is over.
+        """Do one round of the election: renew the lease when it is time, or take it when it is free and the campaign
+        delay is over. Nothing is asked while the lease is known to be as it was.
 
         A store that cannot be asked is logged and asked again in the next round.
         """
@@ -237,14 +245,33 @@ class Leadership:
 
     async def _campaign(self) -> None:
         async with self._asking:
-            begin, resignations = self._clock.now(), self._resignations
+            begin, resignations, revision = self._clock.now(), self._resignations, self._lease.revision
+            if self._is_settled(begin, revision):
+                return
             if not self.is_leader and begin < self._stay_out_until:
                 await self._observe(begin)
-                return
-            state = await self._lease.acquire(self.node_id, self._lease_seconds)
+            elif self.is_leader and begin < self._renew_at:
+                state = await self._lease.get()
+                if resignations == self._resignations and state.holder != self.node_id:
+                    self._record_state(state, begin)
+            else:
+                state = await self._lease.acquire(self.node_id, self._lease_seconds)
+                if resignations == self._resignations:
+                    self._record_state(state, begin)
             if resignations != self._resignations:
                 return  # the store may have granted the lease in vain; release follows
-            self._record_state(state, begin)
+            if revision is None or revision != self._revision:
+                self._changed_at = begin
+            self._revision, self._asked_at = revision, begin
+
+    def _is_settled(self, now: float, revision: Revision | None) -> bool:
+        """Return whether the lease is held as it was, and it is not time to renew it, nor to see that it ended."""
+        if revision is None or revision != self._revision:
+            return False
+        if self.is_leader:
+            return now < self._renew_at
+        ends = self._changed_at + self._term_seconds  # unless its holder was given another time
+        return bool(self._seen.holder) and now < min(ends, self._asked_at + _LONGEST_TRUST_SECONDS)
 
     async def _observe(self, begin: float) -> None:
         """Read the current leader while this manager does not campaign."""
@@ -258,6 +285,7 @@ class Leadership:
         was_leader, before = self.is_leader, self.token
         holds = state.holder == self.node_id
         self._expires = begin + self._term_seconds if holds else 0.0
+        self._renew_at = begin + self._renewal_seconds
         self.token = state.token if holds else 0
         self._seen, self._seen_until = state, begin + self._lease_seconds
         self.terms += self.is_leader and (not was_leader or self.token != before)
@@ -292,7 +320,7 @@ class Leadership:
     async def _resign(self, stay_out_until: float) -> None:
         self._resignations += 1
         self._stay_out_until = stay_out_until
-        self._expires, self.token = 0.0, 0
+        self._expires, self.token, self._revision = 0.0, 0, None
         self._seen_until = 0.0
         try:
             async with self._asking:
@@ -342,7 +370,7 @@ class VitalsTable:
             if not await self._table.replace(name, self._written, new, due=entry.until):
                 return  # the next time
         self._written = new
-        for each in await self._table.due(now, _MOST_FORGOTTEN):
+        for each in await self._table.due(now, _MOST_FORGOTTEN) if self._table.due_from <= now else ():
             await self._forget_expired(each, now)
 
     async def _forget_expired(self, name: str, now: float) -> None:

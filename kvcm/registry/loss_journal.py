@@ -29,7 +29,7 @@ import structlog
 
 from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
-from kvcm.store.store import ReadDocuments, Store, Table
+from kvcm.store.store import ReadDocuments, Revision, Store, Table
 
 __all__ = ["LossJournal", "utc"]
 
@@ -113,6 +113,7 @@ class LossJournal:
         self._unstored: dict[float, int] = {}  # losses that the store does not know yet, and their missing blocks
         self._times: dict[str, float] = {}  # by part: the last that was written there
         self._missing: dict[str, tuple[float, int]] = {}  # by storage: when blocks were found missing first, how many
+        self._loaded: Revision | None = None  # what `load` read last
         self._noticed_at = 0.0
         self._kept: Mapping[str, float] = {}  # times that the store has for good
         self._back_to: float | None = None  # since when changes are lost, of the loss that was noticed then
@@ -200,6 +201,14 @@ class LossJournal:
         if self._entry != known and await table.replace(_NAME, document, msgspec.json.encode(self._entry)):
             self._unstored.clear()
 
+    async def _follow(self) -> None:
+        """Do `load` where there may be something new: another manager may have been the first to notice."""
+        assert self._store is not None
+        revision = self._store.table(_TABLE).revision
+        if self._unstored or revision is None or revision != self._loaded:
+            await self.load()
+            self._loaded = revision
+
     async def _keep(self) -> None:
         """Put new losses into the store; one that is away gets them later."""
         if self._unstored:
@@ -213,7 +222,7 @@ class LossJournal:
         with suppress(StorageIOError):
             for part in await self._store.parts():
                 await self._beat(self._store.table(part), part)
-            await self.load()  # another manager may have been the first to notice
+            await self._follow()
             changes, times = self._changes() if self._changes is not None else -1, dict(self._times)
             await self._store.flush()  # or a process that is killed now leaves a time that the store never had
             self._kept, self._changes_then = times, changes

@@ -26,7 +26,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
 from kvcm.registry.document_cache import decode_document, encode_document
 from kvcm.registry.loss_journal import LossJournal, utc
-from kvcm.store.store import MARK_BITS, ReadDocuments, Replacement, StoreGate, Table
+from kvcm.store.store import MARK_BITS, ReadDocuments, Replacement, Revision, StoreGate, Table
 
 __all__ = ["GuardedTable", "Incarnation", "StoreGuard"]
 
@@ -155,6 +155,15 @@ class StoreGuard:
 
     async def due(self, now: float, most: int) -> list[str]:
         return await self._table.due(now, most)
+
+    @property
+    def due_from(self) -> float:
+        return self._table.due_from
+
+    @property
+    def revision(self) -> Revision | None:
+        """None: the registry is compared, and not only followed."""
+        return None
 
     async def version(self) -> int:
         version = await self._table.version()

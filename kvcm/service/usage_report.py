@@ -307,7 +307,7 @@ class UsageView:
             StorageIOError: the store cannot be asked.
         """
         for number, handle in enumerate(list(self._cache.indexes())):
-            await handle.meta_index.refresh()
+            await handle.meta_index.refresh(is_exact=False)
             if number % _SLICE == 0:  # a store of this process answers without giving way
                 await asyncio.sleep(0)
         pinned: dict[str, int] = {}

@@ -70,6 +70,8 @@ class FileLease:
         lock_tries: how often the directory's lock is tried, 10 ms apart, before it is given up.
     """
 
+    revision = None
+
     def __init__(
         self, directory: Path, clock: Clock | None = None, boot: str | None = None, *, lock_tries: int = 200
     ) -> None:

@@ -13,7 +13,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from kvcm.model.clock import Clock
-from kvcm.store.store import PART, LeaseState, Replacement
+from kvcm.store.store import PART, LeaseState, Replacement, Revision
 
 __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 
@@ -194,6 +194,14 @@ class MemoryTable:
     async def due(self, now: float, most: int) -> list[str]:
         return self._due.until(now, most)
 
+    @property
+    def due_from(self) -> float:
+        return self._due.earliest
+
+    @property
+    def revision(self) -> Revision:
+        return (self._version,)
+
     async def version(self) -> int:
         return self._version
 
@@ -226,6 +234,8 @@ class MemoryStore:
 
 class MemoryLease:
     """A lease among the managers of one process, which is one manager outside of tests."""
+
+    revision = None
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -50,7 +50,7 @@ from kvcm.store.rocks_check import (
     read_marked,
 )
 from kvcm.store.rocks_copy import COPY, DocumentCopy, read_copy
-from kvcm.store.store import PART, Replacement
+from kvcm.store.store import PART, Replacement, Revision
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
@@ -988,6 +988,14 @@ class RocksTable:
 
     async def due(self, now: float, most: int) -> list[str]:
         return await self._memory.due(now, most)
+
+    @property
+    def due_from(self) -> float:
+        return self._memory.due_from
+
+    @property
+    def revision(self) -> Revision:
+        return self._memory.revision
 
     async def version(self) -> int:
         return await self._memory.version()

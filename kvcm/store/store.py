@@ -19,6 +19,7 @@ __all__ = [
     "LeaseState",
     "ReadDocuments",
     "Replacement",
+    "Revision",
     "Store",
     "StoreGate",
     "StoreHealth",
@@ -33,6 +34,8 @@ ReadDocuments = Callable[[str, Sequence[str]], Awaitable[Sequence[bytes | None] 
 """Returns documents of a table on one server, in order; None where that server does not have the table."""
 
 
+Revision = tuple[int, ...]
+"""What was read is current as long as the revision is the one from before the read."""
 MARK_BITS = 64
 """Lower bits of the version of a table that has a mark (`RedisTable`): they are random, those above count changes."""
 
@@ -145,6 +148,17 @@ class Table(Protocol):
     async def due(self, now: float, most: int) -> list[str]:
         """Return names of documents that are due at unix time `now`, the earliest first, at most so many."""
 
+    @property
+    def due_from(self) -> float:
+        """Unix seconds before which `due` finds nothing, as far as this manager was notified of changes; 0 where only
+        the store knows. For what asks again and again: a change of another manager may be in flight for milliseconds.
+        """
+
+    @property
+    def revision(self) -> Revision | None:
+        """Another one after every change, as far as this manager was notified of it; None where only the store knows.
+        As `due_from`."""
+
     async def version(self) -> int:
         """Return a number that grows with every change of the table. Of the registry it never comes again, also where
         the store went back to an earlier state and on from there."""
@@ -164,6 +178,11 @@ class LeaseState(NamedTuple):
 
 class Lease(Protocol):
     """The right to run the background tasks; held by one manager at a time."""
+
+    @property
+    def revision(self) -> Revision | None:
+        """Another one after every change of the lease, its renewals and its end included, as far as this manager was
+        notified of it; None where only the store knows."""
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         """Take the lease if it is free, renew it if `node_id` holds it, and return the holder.

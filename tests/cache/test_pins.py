@@ -12,7 +12,7 @@ from kvcm.cache.pins import MAX_PIN_SECONDS, Pin, PinBudgets, PinRequest, Pins
 from kvcm.cache.write_sessions import Retention
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError
 from kvcm.model.keys import NO_MASK, BlockMask
-from kvcm.store.store import Table
+from kvcm.store.store import Revision, Table
 
 # ── Pins ──
 
@@ -365,6 +365,14 @@ class Interrupted:
 
     async def due(self, now: float, most: int) -> list[str]:
         return await self._inner.due(now, most)
+
+    @property
+    def due_from(self) -> float:
+        return self._inner.due_from
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._inner.revision
 
     async def version(self) -> int:
         return await self._inner.version()

@@ -130,6 +130,10 @@ class SharedTable:
     def __getattr__(self, name: str) -> Any:
         return _paused(getattr(self._inner, name), self._pause)
 
+    @property
+    def due_from(self) -> float:
+        return self._inner.due_from
+
 
 class SharedBackend:
     """The records of one instance: calls suspend as those of a table do."""
@@ -137,6 +141,7 @@ class SharedBackend:
     awaits = True
     is_shared = True
     due_from = 0.0
+    revision = None
 
     def __init__(self, uid: int, store: SharedStore, connection: Connection) -> None:
         self._uid = uid
@@ -147,7 +152,7 @@ class SharedBackend:
         found = getattr(self._store.backend(self._uid), name)
         return _paused(found, self._pause) if iscoroutinefunction(found) else found
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, is_exact: bool = True) -> None:
         await self._pause()
 
     async def write_many(self, changes: Sequence[Change]) -> Written:

@@ -232,10 +232,26 @@ async def test_the_background_collects_when_the_grace_is_over(site: Deployment) 
 async def test_laps_are_not_run_one_after_the_other(site: Deployment) -> None:
     await site.store(CHAIN)
     assert await lap(site) == 1
+    await site.store([100])
     site.clock.time += 29
     assert await lap(site) == 0
     site.clock.time += 1
     assert await lap(site) == 1
+
+
+async def test_a_lap_leaves_out_what_did_not_change_since_the_last_one(tmp_path: Path) -> None:
+    with deployed(Disk(tmp_path), instance_ids=("i", "j")) as site:
+        for instance_id in ("i", "j"):
+            await site.store(CHAIN, instance_id)
+        assert await lap(site) == 2
+        site.clock.time += 30
+        assert await lap(site) == 0
+        await site.remove([4], "j")
+        site.clock.time += 30
+        assert await lap(site) == 1
+        site.clock.time += GRACE_SECONDS
+        await lap(site)
+        assert [key for key, _ in site.marked] == [10, 9, 8, 7, 6, 5]
 
 
 async def run_for(site: Deployment, rounds: int, rate: int) -> None:

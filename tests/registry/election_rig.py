@@ -7,7 +7,7 @@ from fake_clock import FakeClock
 
 from kvcm.model.nodes import Endpoint
 from kvcm.registry.leadership import Leadership
-from kvcm.store.store import Lease, LeaseState, Table
+from kvcm.store.store import Lease, LeaseState, Revision, Table
 
 ENDPOINT = Endpoint("node-1", "host-1", 1, 2, 3, 4)
 LEASE_SECONDS = 10.0
@@ -33,6 +33,10 @@ class UnreliableLease:
         self.gate = asyncio.Event()
         self.gate.set()
         self.asked = asyncio.Event()
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._lease.revision
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         await self._begin()

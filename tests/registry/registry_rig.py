@@ -17,7 +17,7 @@ from kvcm.model.groups import (
 )
 from kvcm.model.instances import Instance, LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.store.store import Replacement, Table
+from kvcm.store.store import Replacement, Revision, Table
 
 T = TypeVar("T")
 
@@ -128,6 +128,14 @@ class SuspendingTable:
 
     async def due(self, now: float, most: int) -> list[str]:
         return await self._suspended("due", self._table.due(now, most))
+
+    @property
+    def due_from(self) -> float:
+        return self._table.due_from
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._table.revision
 
     async def version(self) -> int:
         return await self._suspended("version", self._table.version())

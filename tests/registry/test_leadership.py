@@ -60,7 +60,7 @@ async def test_the_term_begins_before_the_store_was_asked(
     await leadership.tick()
     assert leadership.expires == 109.0
     seconds = 9
-    await leadership.tick()
+    await leadership.tick()  # four seconds have passed: it is renewed
     assert not leadership.is_leader
 
 
@@ -120,12 +120,14 @@ async def test_only_the_leader_can_be_demoted(leadership: Leadership, clock: Fak
 
 @pytest.mark.parametrize("verb", ["demote", "withdraw"])
 async def test_an_answer_under_way_does_not_undo_a_resignation(
-    leadership: Leadership, lease: UnreliableLease, verb: str
+    leadership: Leadership, clock: FakeClock, lease: UnreliableLease, verb: str
 ) -> None:
     """Invariant 3, and the lease is free afterwards although the renewal came after the resignation began."""
     leadership.campaign_delay_ms = 60_000
     await leadership.tick()
+    clock.time += 1
     lease.gate.clear()
+    lease.asked.clear()
     tick = asyncio.create_task(leadership.tick())
     await lease.asked.wait()
     resignation = asyncio.create_task(getattr(leadership, verb)())

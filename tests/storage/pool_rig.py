@@ -15,7 +15,7 @@ from kvcm.model.uri import LocationUri
 from kvcm.storage.backend import Allocation, Part
 from kvcm.storage.mempool import MempoolStorage, PoolOpener, PoolReport
 from kvcm.store.memory import MemoryTable
-from kvcm.store.store import Table
+from kvcm.store.store import Revision, Table
 
 MIB = 1 << 20
 NODE = "node-1"
@@ -48,6 +48,14 @@ class SlowTable:
 
     async def due(self, now: float, most: int) -> list[str]:
         return await self.table.due(now, most)
+
+    @property
+    def due_from(self) -> float:
+        return self.table.due_from
+
+    @property
+    def revision(self) -> Revision | None:
+        return self.table.revision
 
     async def version(self) -> int:
         return await self.table.version()

@@ -443,7 +443,7 @@ class Listener:
         self.keys: set[bytes] = set()
         self.resets = 0
         self.reset_while_live = False
-        self.invalidations = Invalidations(client, self.prefix, self._on_keys, self._on_reset)
+        self.invalidations = Invalidations(client, [self.prefix], self._on_keys, self._on_reset)
 
     def _on_keys(self, keys: Sequence[bytes]) -> None:
         self.keys.update(keys)

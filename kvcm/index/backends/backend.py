@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import ScriptCall
+from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import current_measures, measure, timed
 
 __all__ = [
@@ -407,10 +408,20 @@ class IndexBackend(Protocol):
 
     @property
     def due_from(self) -> float:
-        """Unix seconds before which `due` finds nothing; 0 where only the store knows."""
+        """Unix seconds before which `due` finds nothing; 0 where only the store knows. Of a shared store as far as this
+        manager was notified of changes."""
 
-    async def refresh(self) -> None:
-        """Read the number of records and their usage from the store."""
+    @property
+    def revision(self) -> Revision | None:
+        """Of a shared store: another one after every change of a record, as far as this manager was notified of it;
+        None where only the store knows."""
+
+    async def refresh(self, *, is_exact: bool = True) -> None:
+        """Read the number of records and their usage from the store.
+
+        Args:
+            is_exact: also when no change was reported since the last time; one may be in flight for milliseconds.
+        """
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order; None where there is none."""

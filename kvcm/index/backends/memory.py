@@ -34,6 +34,7 @@ from kvcm.index.backends.backend import (
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.memory import DueQueue
+from kvcm.store.store import Revision
 from kvcm.telemetry.tracing import staged
 
 __all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryBackend", "WrittenColumns", "unpack"]
@@ -655,7 +656,11 @@ class MemoryBackend:
     def due_from(self) -> float:
         return self._due.earliest
 
-    async def refresh(self) -> None:
+    @property
+    def revision(self) -> Revision | None:
+        return None  # no other manager changes the records
+
+    async def refresh(self, *, is_exact: bool = True) -> None:
         """Do nothing: only this process changes the records."""
 
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:

@@ -16,6 +16,9 @@ Keys of blocks are 8 bytes, big endian. Invariants:
    lose and read again.
 3. A request to a shard costs one command or one call of a script, whatever the number of keys; there is no
    waiting per key. A batch is cut, so that no call holds up the server for more than about a millisecond.
+4. Whatever changes pending or usage changes a record of the same shard (repairs change a key beside the records). So
+   while invalidations arrive, a manager knows that both are as it read them, and an instance that does not change
+   costs no command.
 
 Rejected: WATCH and MULTI (a connection of its own and two round trips per attempt); sets of children beside the parent
 (its shard lies on another node); one value per parent that holds its children (a system prompt has 100,000 of them, and
@@ -67,6 +70,9 @@ from kvcm.model.keys import mixed, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
+from kvcm.store.redis.due_sets import DueSets
+from kvcm.store.redis.tracking import Revisions, tag_of
+from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
@@ -787,15 +793,19 @@ class RedisBackend:
         client: the store.
         uid: number of the instance's registration, never used again.
         shard_count: lock shards, a power of two; the same for all managers and for ever.
+        revisions: of the keys of records; without them the store is asked every time.
     """
 
     awaits = True
     is_shared = True
 
-    def __init__(self, client: RedisClient, uid: int, shard_count: int) -> None:
+    def __init__(self, client: RedisClient, uid: int, shard_count: int, revisions: Revisions | None = None) -> None:
         self._client = client
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
+        tags = [tag_of(shard.blocks) for shard in self._shards]
+        self._pending = DueSets(client, [shard.pending for shard in self._shards], revisions or Revisions(), tags)
         self._sums = SharedSums(self._shards)
+        self._sums_revision: Revision | None = None
 
     @property
     def key_count(self) -> int:
@@ -815,10 +825,17 @@ class RedisBackend:
 
     @property
     def due_from(self) -> float:
-        return 0.0
+        return self._pending.earliest
 
-    async def refresh(self) -> None:
-        await self._sums.refresh(self._client.run)
+    @property
+    def revision(self) -> Revision | None:
+        return self._pending.revision
+
+    async def refresh(self, *, is_exact: bool = True) -> None:
+        revision = self.revision
+        if is_exact or revision is None or revision != self._sums_revision:
+            await self._sums.refresh(self._client.run)
+            self._sums_revision = revision
 
     @staged("read", "redis.py:get_many")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
@@ -941,12 +958,7 @@ class RedisBackend:
         return [sorted(mixed([child for _, child in RELATION.iter_unpack(family)])) for family in relations]
 
     async def due(self, now: float, most: int) -> list[int]:
-        limit = (b"WITHSCORES", b"LIMIT", 0, most)
-        answers = await self._client.execute(
-            [(b"ZRANGEBYSCORE", shard.pending, b"-inf", repr(now), *limit) for shard in self._shards]
-        )
-        found = [(float(at), key) for answer in answers for key, at in zip(answer[::2], answer[1::2], strict=True)]
-        return unpack_keys(member for _, member in sorted(found)[:most])
+        return unpack_keys(await self._pending.until(now, most))
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._run([_touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])

@@ -128,6 +128,7 @@ class RedisAudit:
         shift = RETIRED if is_retired(score) else 0
         arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong), shift]
         (done,) = await self._client.run([ScriptCall(_MEND, keys, arguments)])
+        await self._invalidate(shard)
         return bool(done)
 
     async def drop_record(self, shard: int, view: StoredBlock) -> bool:
@@ -139,6 +140,12 @@ class RedisAudit:
     async def add_usage(self, shard: int, difference: Mapping[Sum, int]) -> None:
         usage = self._names[shard].usage
         await self._client.execute([(b"HINCRBY", usage, of.field, size) for of, size in difference.items()])
+        await self._invalidate(shard)
+
+    async def _invalidate(self, shard: int) -> None:
+        """Have managers read again what they know of a shard: they are notified of changes of records only."""
+        beside = self._names[shard].blocks
+        await self._client.execute([(b"SET", beside, b"", b"PX", 1000), (b"DEL", beside)])
 
     async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
         cursor: Any = b"0"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from heapq import merge
-from itertools import count, islice
+from itertools import count
 from typing import Any
 
 from redis.exceptions import AskError, ResponseError
 
 from kvcm.store.redis.client import Argument, Exchange, RedisClient, Script, ScriptCall
-from kvcm.store.store import MARK_BITS, PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement
+from kvcm.store.redis.due_sets import DueSets
+from kvcm.store.redis.tracking import Revisions, tag_of
+from kvcm.store.store import MARK_BITS, PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement, Revision
 
 __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 
@@ -22,6 +23,8 @@ __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 # everysec`) can forget a lease, so two managers may lead for a moment; the duties are compare-and-set like everything
 # else. Such a server may also give a token again: what a manager remembers of a term goes by its own count
 # (`Leadership.terms`).
+#
+# Who does not hold it reads it before the script runs, which is one command.
 
 _ACQUIRE = Script(
     """
@@ -43,9 +46,6 @@ if redis.call('GET', KEYS[1]) == ARGV[1] then
 end
 return 0
 """)
-_GET = Script("""
-return {redis.call('GET', KEYS[1]) or '', tonumber(redis.call('GET', KEYS[2]) or 0)}
-""")
 
 
 class RedisLease:
@@ -53,22 +53,36 @@ class RedisLease:
 
     Args:
         client: of the servers.
+        revisions: of the key of the lease; without them the store is asked every time.
     """
 
-    def __init__(self, client: RedisClient) -> None:
+    def __init__(self, client: RedisClient, revisions: Revisions | None = None) -> None:
         self._client = client
+        self._revisions = revisions or Revisions()
         self._keys = (f"{client.prefix}:l{{leader}}".encode(), f"{client.prefix}:f{{leader}}".encode())
+        self._tags = (tag_of(self._keys[0]),)
+        self._is_held = False  # by this manager, as last seen
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._revisions.of(self._tags)
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
+        if not self._is_held:
+            seen = await self.get()
+            if seen.holder not in {"", node_id}:
+                return seen
         args = (node_id.encode(), max(1, int(seconds * 1000)))
         ((holder, token),) = await self._client.run([ScriptCall(_ACQUIRE, self._keys, args)])
+        self._is_held = holder.decode() == node_id
         return LeaseState(holder.decode(), token)
 
     async def get(self) -> LeaseState:
-        ((holder, token),) = await self._client.run([ScriptCall(_GET, self._keys)])
-        return LeaseState(holder.decode(), token)
+        ((holder, token),) = await self._client.execute([(b"MGET", *self._keys)])
+        return LeaseState((holder or b"").decode(), int(token or 0))
 
     async def release(self, node_id: str) -> None:
+        self._is_held = False
         await self._client.run([ScriptCall(_RELEASE, self._keys, (node_id.encode(),))])
 
 
@@ -80,6 +94,9 @@ class RedisLease:
 # A counter says that something changed, as long as the server goes forward. One that loads an old dump, or a replica
 # that lagged, goes back, and counts up to the same number on another way. So a table that managers keep a copy of has a
 # mark beside its counter, which every change replaces by a random one: number and mark together come once.
+#
+# Every change counts, so the invalidations of the counters say that a table changed. While they arrive, a manager knows
+# from when on something is due, and does not ask before.
 
 _REPLACE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
@@ -160,9 +177,10 @@ class RedisTable:
         client: of the servers.
         name: lower-case letters.
         shard_count: number of parts; the same for all managers.
+        revisions: of the counters; without them the store is asked every time.
     """
 
-    def __init__(self, client: RedisClient, name: str, shard_count: int) -> None:
+    def __init__(self, client: RedisClient, name: str, shard_count: int, revisions: Revisions | None = None) -> None:
         self.client = client
         is_always_taken = name in _ALWAYS or name.startswith(PART)
         self._create = _CHANGE if is_always_taken else _CREATE
@@ -172,6 +190,7 @@ class RedisTable:
         self._documents, self._due, self._versions, self._marks, self._outcomes = (
             [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvmo"
         )
+        self._due_sets = DueSets(client, self._due, revisions or Revisions(), [*map(tag_of, self._versions)])
 
     @property
     def document_key(self) -> bytes:
@@ -244,12 +263,15 @@ class RedisTable:
         return secrets.token_bytes(MARK_BITS // 8) if self._is_marked else b""
 
     async def due(self, now: float, most: int) -> list[str]:
-        limit = (b"LIMIT", 0, most, b"WITHSCORES")
-        parts = await self.client.execute(
-            [(b"ZRANGEBYSCORE", key, b"-inf", repr(float(now)), *limit) for key in self._due]
-        )
-        names = merge(*([(float(score), name) for name, score in _pairs(part)] for part in parts))
-        return [name.decode() for _, name in islice(names, most)]
+        return [name.decode() for name in await self._due_sets.until(now, most)]
+
+    @property
+    def due_from(self) -> float:
+        return self._due_sets.earliest
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._due_sets.revision
 
     async def version(self) -> int:
         if not self._is_marked:
@@ -275,20 +297,29 @@ class RedisStore:
 
     Args:
         client: of the servers; closed with the store.
+
+    Attributes:
+        revisions: of the keys below `notified_prefixes`, and of records, while invalidations are received.
     """
 
     is_shared = True
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
+        self.revisions = Revisions()
         self._greeters: list[Callable[[ReadDocuments, float], Awaitable[None]]] = []
+
+    @property
+    def notified_prefixes(self) -> Sequence[bytes]:
+        """What the names of the keys begin with that tell of changes of documents and of the lease."""
+        return [f"{self.client.prefix}:{kind}{{".encode() for kind in "vl"]
 
     def registry_table(self) -> RedisTable:
         """Return the table of the registry, which the gate of the client does not close."""
         return RedisTable(self.client.ungated(), "registry", 1)
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
-        return RedisTable(self.client, name, shard_count)
+        return RedisTable(self.client, name, shard_count, self.revisions)
 
     async def parts(self) -> Sequence[str]:
         """Return names of tables, one of them at least on each master."""

@@ -5,7 +5,7 @@ invalidations: those then are ordinary messages that arrive by themselves. Rejec
 read, since there an invalidation waits for the next command; RESP3 pushes, which redis-py hands out only through
 attributes of its parser.
 
-1. `on_keys` is called for every change of a key below the prefix while `is_live`, by whomever it was made.
+1. `on_keys` is called for every change of a key below the prefixes while `is_live`, by whomever it was made.
 2. `on_reset` is called whenever changes may have been missed: a server forgot everything, a connection was lost, the
    masters are others. Coming back it is called before `is_live` turns true.
 3. A network that is cut off is noticed: every connection answers a ping twice a second.
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -26,8 +27,9 @@ from kvcm.model.errors import StorageIOError
 from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import Address
+from kvcm.store.store import Revision
 
-__all__ = ["Invalidations"]
+__all__ = ["Invalidations", "Revisions", "tag_of"]
 
 _CHANNEL = b"__redis__:invalidate"
 _PING_SECONDS = 0.5
@@ -35,12 +37,59 @@ _PONG_SECONDS = 0.5
 _AGAIN_SECONDS = 0.1
 
 
+# What a manager read stays true until an invalidation arrives. So it asks nothing twice of what did not change: empty
+# queues, sums, marks of other managers. A message is in flight for milliseconds, and a connection that is cut off is
+# noticed within about a second: what must not be older than that is read from the store (rejected: to poll a counter
+# per part, which in a cluster is one command each).
+
+_MOST_TAGS = 1 << 17  # a tag that is gone stays counted until a reset
+
+
+class Revisions:
+    """Counts the changes of keys by hash tag, as the invalidations report them.
+
+    What was read is current as long as the revision is the one from before the read.
+
+    Attributes:
+        is_live: whether every change is reported; never without invalidations.
+    """
+
+    def __init__(self) -> None:
+        self._changes: Counter[bytes] = Counter()  # by what names begin with, up to the end of the hash tag
+        self._resets = 0
+        self.is_live: Callable[[], bool] = lambda: False
+
+    def of(self, tags: Iterable[bytes]) -> Revision | None:
+        """Return the revision of all keys whose names begin like `tags`; None while changes may be missed.
+
+        Args:
+            tags: beginnings of names, as `tag_of` returns them.
+        """
+        return (self._resets, sum([self._changes[tag] for tag in tags])) if self.is_live() else None
+
+    def record(self, names: Iterable[bytes]) -> None:
+        """Count changes of these keys."""
+        self._changes.update({tag_of(name) for name in names})
+        if len(self._changes) > _MOST_TAGS:
+            self.reset()
+
+    def reset(self) -> None:
+        """Count a change of every key: some may have been missed."""
+        self._changes.clear()
+        self._resets += 1
+
+
+def tag_of(name: bytes) -> bytes:
+    """Return what the name of a key begins with, up to the end of its hash tag."""
+    return name[: name.find(b"}")]
+
+
 class Invalidations:
     """Follows the changes of keys on all masters.
 
     Args:
         client: of the servers.
-        prefix: what the keys of interest begin with.
+        prefixes: what the keys of interest begin with; none is the beginning of another.
         on_keys: receives changed keys; must not raise.
         on_reset: called when any key may have changed; must not raise.
     """
@@ -48,12 +97,12 @@ class Invalidations:
     def __init__(
         self,
         client: RedisClient,
-        prefix: bytes,
+        prefixes: Sequence[bytes],
         on_keys: Callable[[Sequence[bytes]], None],
         on_reset: Callable[[], None],
     ) -> None:
         self._client = client
-        self._prefix = prefix
+        self._prefixes = prefixes
         self._on_keys = on_keys
         self._on_reset = on_reset
         self._is_live = False
@@ -77,7 +126,7 @@ class Invalidations:
             masters = await self._client.masters()
             for address in masters:
                 followers.append(_MasterConnection(address, await self._client.connect(address), self._on_message))
-                await followers[-1].subscribe(self._prefix)
+                await followers[-1].subscribe(self._prefixes)
             self._on_reset()
             self._is_live = True
             duties = [duty for follower in followers for duty in (follower.listen(), follower.ping())]
@@ -132,12 +181,13 @@ class _MasterConnection:
         self._on_message = message
         self._ponged = asyncio.Event()
 
-    async def subscribe(self, prefix: bytes) -> None:
+    async def subscribe(self, prefixes: Sequence[bytes]) -> None:
         """Ask for invalidations."""
         try:
             async with asyncio.timeout(_PONG_SECONDS):
                 client_id = await self._call(b"CLIENT", b"ID")
-                await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", b"PREFIX", prefix, b"REDIRECT", client_id)
+                of = [word for prefix in prefixes for word in (b"PREFIX", prefix)]
+                await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", *of, b"REDIRECT", client_id)
                 await self._call(b"SUBSCRIBE", _CHANNEL)
         except ResponseError as error:
             raise StorageIOError(f"redis {self._address} does not track keys: {error}") from error
