@@ -531,7 +531,7 @@ class GarbageCollector:
     # ── blocks whose prefix is gone ──
 
     async def _scan(self, handle: IndexHandle, keys: Sequence[int]) -> bool:
-        """Note which blocks have no prefix, and from when on that is garbage; return whether there was space for all."""
+        """Note which blocks have no prefix, and from when on that is garbage; return whether all could be noted."""
         found = await orphans(handle.meta_index, keys)
         suspects, due = self._suspects[handle.uid], self._clock.now() + GRACE_SECONDS
         is_full = sum(map(len, self._suspects.values())) >= _MOST_SUSPECTS
