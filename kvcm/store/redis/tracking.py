@@ -81,7 +81,7 @@ class Revisions:
 
 def tag_of(name: bytes) -> bytes:
     """Return what the name of a key begins with, up to the end of its hash tag."""
-    return name[: name.find(b"}")]
+    return name.partition(b"}")[0]
 
 
 class Invalidations:
