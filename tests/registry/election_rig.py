@@ -23,6 +23,8 @@ class UnreliableLease:
         on_answer: called once the store has executed a call.
         gate: calls wait for it before they reach the store.
         asked: set when a call begins.
+        revision: as of `Lease`: a constant one, where it is thought to be notified of changes and is not.
+        calls: how many there were.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -33,10 +35,8 @@ class UnreliableLease:
         self.gate = asyncio.Event()
         self.gate.set()
         self.asked = asyncio.Event()
-
-    @property
-    def revision(self) -> Revision | None:
-        return self._lease.revision
+        self.revision: Revision | None = None
+        self.calls = 0
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         await self._begin()
@@ -57,6 +57,7 @@ class UnreliableLease:
 
     async def _begin(self) -> None:
         self.asked.set()
+        self.calls += 1
         await self.gate.wait()
         if self.outage is not None:
             raise self.outage

@@ -261,6 +261,53 @@ async def test_a_leader_cut_off_from_the_store_ends_before_another_begins(cluste
     assert seen == {("node-a",), (), ("node-b",)}
 
 
+@pytest.mark.parametrize("revision", [None, (1,)])
+async def test_a_leader_that_dies_is_replaced_when_its_lease_ends(
+    cluster: Cluster, revision: tuple[int, ...] | None
+) -> None:
+    """Also where nothing reports the end."""
+    for way in cluster.ways:
+        way.revision = revision
+    for _ in range(30):
+        cluster.clock.time += 0.1
+        await cluster.tick()
+    died_at = cluster.clock.time
+    while cluster.leaders != ["node-b"]:
+        cluster.clock.time += 0.1
+        await cluster.tick(cluster.nodes[1:])
+        assert cluster.clock.time < died_at + LEASE_SECONDS + 0.15
+    assert cluster.nodes[1].token == 2
+
+
+async def test_a_lease_that_is_known_to_be_as_it_was_is_renewed_each_second_and_asked_for_by_others(
+    cluster: Cluster,
+) -> None:
+    for way in cluster.ways:
+        way.revision = (1,)
+    await cluster.tick()
+    for way in cluster.ways:
+        way.calls = 0
+    for _ in range(100):
+        cluster.clock.time += 0.1
+        await cluster.tick()
+    assert cluster.leaders == ["node-a"]
+    assert all(9 <= way.calls <= 25 for way in cluster.ways), [way.calls for way in cluster.ways]
+
+
+async def test_a_renewal_that_fails_is_tried_again_at_the_next_tick(
+    leadership: Leadership, clock: FakeClock, lease: UnreliableLease
+) -> None:
+    lease.revision = (1,)
+    await leadership.tick()
+    clock.time += 1
+    lease.outage = StorageIOError("refused")
+    await leadership.tick()
+    lease.outage = None
+    clock.time += 0.1
+    await leadership.tick()
+    assert leadership.expires == clock.time + LEASE_SECONDS - 1.0
+
+
 ACTIONS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from(["tick"] * 4 + ["wait"] * 2 + ["demote", "cut", "abandon", "slow"])),
     max_size=80,
@@ -285,15 +332,21 @@ async def act(cluster: Cluster, which: int, action: str, slowly: Callable[[], No
 
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
-@given(actions=ACTIONS, delay_ms=st.sampled_from([0, 500, 20_000]))
-async def test_never_two_lead_at_once(actions: list[tuple[int, str]], delay_ms: int) -> None:
-    """Invariant 1, with ways that are cut off, lose answers or take seconds; checked while answers are under way too.
-    Tokens grow from leader to leader."""
+@given(
+    actions=ACTIONS,
+    delay_ms=st.sampled_from([0, 500, 20_000]),
+    revisions=st.lists(st.none() | st.just((1,)), min_size=3),
+)
+async def test_never_two_lead_at_once(
+    actions: list[tuple[int, str]], delay_ms: int, revisions: list[tuple[int, ...] | None]
+) -> None:
+    """Invariant 1, with ways that are cut off, lose answers or take seconds; checked while answers are under way too,
+    and where reports of changes are lost. Tokens grow from leader to leader."""
     terms: list[tuple[int, str]] = []
 
     cluster = Cluster.of(3)
-    for node in cluster.nodes:
-        node.campaign_delay_ms = delay_ms
+    for node, way, revision in zip(cluster.nodes, cluster.ways, revisions, strict=False):
+        node.campaign_delay_ms, way.revision = delay_ms, revision
 
     def check() -> None:
         assert len(cluster.leaders) <= 1

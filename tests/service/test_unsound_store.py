@@ -206,7 +206,7 @@ async def test_a_store_that_drops_keys_takes_nothing_new(
     client.config_set("maxmemory-policy", "allkeys-lru")
     async with managers(server, tmp_path, 2) as nodes:
         for each in nodes:
-            assert await says(each, "maxmemory-policy allkeys-lru")
+            await eventually(lambda each=each: says(each, "maxmemory-policy allkeys-lru"))
         assert await registers(nodes[0], "i", "default")
         refused = await start(nodes[0], KEYS)
         assert (refused.header.status.code, "maxmemory-policy" in refused.header.status.message) == (

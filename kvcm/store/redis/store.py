@@ -24,7 +24,7 @@ __all__ = ["RedisLease", "RedisStore", "RedisTable"]
 # else. Such a server may also give a token again: what a manager remembers of a term goes by its own count
 # (`Leadership.terms`).
 #
-# Who does not hold it reads it before the script runs, which is one command.
+# A manager that does not hold it reads it first, which is one command: the script runs where it is free.
 
 _ACQUIRE = Script(
     """
@@ -311,7 +311,7 @@ class RedisStore:
 
     @property
     def notified_prefixes(self) -> Sequence[bytes]:
-        """What the names of the keys begin with that tell of changes of documents and of the lease."""
+        """What the names of the keys begin with whose invalidations report changes of documents and of the lease."""
         return [f"{self.client.prefix}:{kind}{{".encode() for kind in "vl"]
 
     def registry_table(self) -> RedisTable:
