@@ -433,8 +433,10 @@ class Sharing:
         keys, caches, revisions = BlockKeys(store.client.prefix), cache.open_caches, store.revisions
 
         def invalidate(names: Sequence[bytes]) -> None:
-            revisions.record(names)
-            caches.invalidate(keys.by_uid(names))
+            others = [name for name in names if not name.startswith(keys.prefix)]
+            heads = keys.by_head(names if not others else (name for name in names if name.startswith(keys.prefix)))
+            revisions.record((*heads, *others))
+            caches.invalidate(keys.by_uid(heads))
 
         def invalidate_all() -> None:
             revisions.reset()

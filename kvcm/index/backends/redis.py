@@ -140,17 +140,21 @@ class BlockKeys:
         self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}").fullmatch
         self._uids: dict[bytes, int | None] = {}  # by the beginnings of names, of which each shard has one
 
-    def by_uid(self, names: Iterable[bytes]) -> dict[int, list[bytes]]:
-        """Return the members that records' names end with, by uid, without names that only begin like one. Every
+    def by_head(self, names: Iterable[bytes]) -> dict[bytes, list[bytes]]:
+        """Return the members that records' names end with, by what the names begin with: the same for a shard. Every
         manager does this for each change of a block, so a name costs two slices and one lookup."""
         members: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for name in names:
             members[name[: -KEY.size]].append(name[-KEY.size :])
+        return members
+
+    def by_uid(self, heads: Mapping[bytes, Sequence[bytes]]) -> dict[int, list[bytes]]:
+        """Return the same members by uid, without those of names that only begin like one of a record."""
         found: dict[int, list[bytes]] = {}
-        for head, of_shard in members.items():
+        for head, members in heads.items():
             uid = self._uids[head] if head in self._uids else self._parse(head)
             if uid is not None:
-                found.setdefault(uid, []).extend(of_shard)
+                found.setdefault(uid, []).extend(members)
         return found
 
     def _parse(self, head: bytes) -> int | None:
