@@ -250,11 +250,7 @@ class Leadership:
                 return
             if not self.is_leader and begin < self._stay_out_until:
                 await self._observe(begin)
-            elif self.is_leader and begin < self._renew_at:
-                state = await self._lease.get()
-                if resignations == self._resignations and state.holder != self.node_id:
-                    self._record_state(state, begin)
-            else:
+            elif not await self._is_held_until_renewal(begin):
                 state = await self._lease.acquire(self.node_id, self._lease_seconds)
                 if resignations == self._resignations:
                     self._record_state(state, begin)
@@ -263,6 +259,10 @@ class Leadership:
             if revision is None or revision != self._revision:
                 self._changed_at = begin
             self._revision, self._asked_at = revision, begin
+
+    async def _is_held_until_renewal(self, now: float) -> bool:
+        """Return whether this manager still holds the lease, and need not renew it yet."""
+        return self.is_leader and now < self._renew_at and (await self._lease.get()).holder == self.node_id
 
     def _is_settled(self, now: float, revision: Revision | None) -> bool:
         """Return whether the lease is held as it was, and it is not time to renew it, nor to see that it ended."""
