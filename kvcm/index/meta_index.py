@@ -16,6 +16,7 @@ a shared store the locks only spare useless retries inside this process.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -310,13 +311,16 @@ class MetaIndex:
         self, kind: str, keys: Sequence[int], change: StagedChange, growth: Mapping[StorageKey, int]
     ) -> StagedWrite:
         assert self._backend.is_shared
-        note = self._on_usage()
+        note, begin_ns = self._on_usage(), time.perf_counter_ns()
 
         def settle(answers: Sequence[Any]) -> Collection[int]:
             written = change.settle(answers)
             self._answers.forget(keys)
             self._generation += 1
             _measure_run(kind, len(keys))
+            measure("meta_indexer.query_batch_num", 1)
+            for name in (_READ_MODIFY_WRITE, f"meta_indexer.{kind}_io_time_us"):
+                measure(name, (time.perf_counter_ns() - begin_ns) / 1000)
             if growth:
                 note(written.usage, len(keys) - len(written.lost))
             return written.lost
