@@ -208,7 +208,7 @@ smoke: setup redis fuse mooncake iproute engines
 
 # The longest first.
 QUICK := connector crash service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals weights_cost hostile_keys
+  mooncake_store mempool slots vitals weights_cost hostile_keys idle
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:
@@ -238,6 +238,7 @@ acceptance-index: setup redis
 	$(BIN)/python benchmarks/crash.py --json benchmarks/results/crash.json
 	$(BIN)/python benchmarks/damage.py --json benchmarks/results/damage.json
 	$(BIN)/python benchmarks/contention.py --json benchmarks/results/contention.json
+	$(BIN)/python benchmarks/idle.py --json benchmarks/results/idle.json
 	$(BIN)/python benchmarks/faults.py --json benchmarks/results/faults.json
 	$(BIN)/python benchmarks/readme.py
 

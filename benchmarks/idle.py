@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import redis
-from report import Row, arguments, is_sound, publish
+from report import Row, arguments, publish
 from service_site import Manager, site
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
@@ -98,8 +98,8 @@ def _used(managers: Sequence[Manager]) -> float:
     return sum(manager.cpu_seconds() for manager in managers)
 
 
-def rows_of(case: Case, now: Idling, before: Idling | None) -> list[Row]:
-    """Return the figures of a case, beside those of the other commit."""
+def rows_of(case: Case, now: Idling, before: Idling | None, most: float | None) -> list[Row]:
+    """Return the figures of a case, beside those of the other commit; `most` commands are wanted, None for any."""
 
     def row(metric: str, unit: str, value: float, other: float | None, most: float | None = None) -> Row:
         ratio = value / other if other else None
@@ -107,9 +107,9 @@ def rows_of(case: Case, now: Idling, before: Idling | None) -> list[Row]:
         return Row(case.name, metric, value, unit, other, ratio, target, None if most is None else value <= most)
 
     total, total_before = now.commands.total(), None if before is None else before.commands.total()
-    rows = [row("Redis commands per manager", "1/s", total, total_before, MOST_COMMANDS)]
-    for name, most in sorted(_most_of_both(now, before).items(), key=lambda each: -each[1]):
-        if most >= SHOWN_PER_SECOND:
+    rows = [row("Redis commands per manager", "1/s", total, total_before, most)]
+    for name, highest in sorted(_most_of_both(now, before).items(), key=lambda each: -each[1]):
+        if highest >= SHOWN_PER_SECOND:
             rows.append(row(name, "1/s", now.commands[name], None if before is None else before.commands[name]))
     rows.append(row("CPU of a manager", "ms/s", now.manager_ms, None if before is None else before.manager_ms))
     rows.append(row("CPU of Redis", "ms/s", now.redis_ms, None if before is None else before.redis_ms))
@@ -127,12 +127,12 @@ def main() -> int:
     options = parser.parse_args()
     seconds = SMOKE_SECONDS if options.quick else MEASURED_SECONDS
     cases = [Case(1, 0), Case(1, 1), Case(1, 20), Case(2, 20)]
+    most = None if options.quick else MOST_COMMANDS  # beside other work a manager is late, and asks for everything
     rows = []
     for case in [cases[2]] if options.quick else cases:
         before = idling(case, seconds, options.before.resolve()) if options.before else None
-        rows += rows_of(case, idling(case, seconds, None), before)
-    ok = publish("Idle deployments over Redis", rows, options.json)
-    return 0 if ok or (options.quick and is_sound(rows)) else 1
+        rows += rows_of(case, idling(case, seconds, None), before, most)
+    return 0 if publish("Idle deployments over Redis", rows, options.json) else 1
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from kvcm.store.memory import MemoryTable
 from kvcm.store.redis import tracking
 from kvcm.store.redis.client import Command, RedisClient
 from kvcm.store.redis.store import RedisLease, RedisStore
-from kvcm.store.redis.tracking import Invalidations, Revisions
+from kvcm.store.redis.tracking import Invalidations, Revisions, owner_of
 
 KINDS = ["standalone", "cluster", "sentinel"]
 ON_EVERY_SERVER = pytest.mark.parametrize("kind", KINDS)
@@ -244,16 +244,23 @@ async def test_a_flushed_server_changes_every_revision(tmp_path: Path) -> None:
 
 
 def test_counts_of_gone_instances_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "_MOST_TAGS", 10)
+    monkeypatch.setattr(tracking, "_MOST_OWNERS", 10)
     revisions, seen = Revisions(), set()
     revisions.is_live = lambda: True
     for uid in range(100):
         revisions.record([b"p:b{%d.0}12345678" % uid, b"p:b{%d.0}87654321" % uid])
-        seen.add(revisions.of([b"p:b{%d.0" % uid]))
+        seen.add(revisions.of(b"p:b{%d" % uid))
         assert len(revisions._changes) <= 11
-    before = revisions.of([b"p:b{0.0"])
-    revisions.record([b"p:b{1.0}12345678"])
-    assert revisions.of([b"p:b{0.0"]) == before
+    before = revisions.of(b"p:b{0")
+    revisions.record([b"p:b{1.0}12345678", b"p:b{00.0}.{}.{0}."])
+    assert revisions.of(b"p:b{0") == before
+    revisions.record([b"p:b{0.15}}.{}.{0}"])
+    assert revisions.of(b"p:b{0") != before
+
+
+def test_parts_and_shards_have_one_owner() -> None:
+    names = [b"a.b:v{sessions.3}", b"a.b:l{leader}", b"a:b{7.15}.}{8.1}."]
+    assert [*map(owner_of, names)] == [b"a.b:v{sessions", b"a.b:l{leader", b"a:b{7"]
 
 
 # ── The lease ──

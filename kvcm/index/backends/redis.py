@@ -71,7 +71,7 @@ from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
-from kvcm.store.redis.tracking import Revisions, tag_of
+from kvcm.store.redis.tracking import Revisions, owner_of
 from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
@@ -806,8 +806,8 @@ class RedisBackend:
     def __init__(self, client: RedisClient, uid: int, shard_count: int, revisions: Revisions | None = None) -> None:
         self._client = client
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
-        tags = [tag_of(shard.blocks) for shard in self._shards]
-        self._pending = DueSets(client, [shard.pending for shard in self._shards], revisions or Revisions(), tags)
+        pending, owner = [shard.pending for shard in self._shards], owner_of(self._shards[0].blocks)
+        self._pending = DueSets(client, pending, revisions or Revisions(), owner)
         self._sums = SharedSums(self._shards)
         self._sums_revision: Revision | None = None
 

@@ -25,20 +25,20 @@ class DueSets:
         client: of the servers.
         keys: of the sorted sets.
         revisions: of keys that change with them.
-        tags: of those, as of `Revisions.of`.
+        owner: of those keys, as of `owner_of`.
     """
 
-    def __init__(self, client: RedisClient, keys: Sequence[bytes], revisions: Revisions, tags: Sequence[bytes]) -> None:
+    def __init__(self, client: RedisClient, keys: Sequence[bytes], revisions: Revisions, owner: bytes) -> None:
         self._client = client
         self._keys = keys
         self._revisions = revisions
-        self._tags = tags
+        self._owner = owner
         self._known: tuple[Revision | None, float] = None, 0.0  # the earliest due time of a revision
 
     @property
     def revision(self) -> Revision | None:
         """As of `Revisions.of`."""
-        return self._revisions.of(self._tags)
+        return self._revisions.of(self._owner)
 
     @property
     def earliest(self) -> float:

@@ -12,7 +12,7 @@ from redis.exceptions import AskError, ResponseError
 
 from kvcm.store.redis.client import Argument, Exchange, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
-from kvcm.store.redis.tracking import Revisions, tag_of
+from kvcm.store.redis.tracking import Revisions, owner_of
 from kvcm.store.store import MARK_BITS, PART, UNVERIFIED, LeaseState, ReadDocuments, Replacement, Revision
 
 __all__ = ["RedisLease", "RedisStore", "RedisTable"]
@@ -60,12 +60,12 @@ class RedisLease:
         self._client = client
         self._revisions = revisions or Revisions()
         self._keys = (f"{client.prefix}:l{{leader}}".encode(), f"{client.prefix}:f{{leader}}".encode())
-        self._tags = (tag_of(self._keys[0]),)
+        self._owner = owner_of(self._keys[0])
         self._is_held = False  # by this manager, as last seen
 
     @property
     def revision(self) -> Revision | None:
-        return self._revisions.of(self._tags)
+        return self._revisions.of(self._owner)
 
     async def acquire(self, node_id: str, seconds: float) -> LeaseState:
         if not self._is_held:
@@ -190,7 +190,7 @@ class RedisTable:
         self._documents, self._due, self._versions, self._marks, self._outcomes = (
             [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvmo"
         )
-        self._due_sets = DueSets(client, self._due, revisions or Revisions(), [*map(tag_of, self._versions)])
+        self._due_sets = DueSets(client, self._due, revisions or Revisions(), owner_of(self._versions[0]))
 
     @property
     def document_key(self) -> bytes:

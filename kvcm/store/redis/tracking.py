@@ -29,7 +29,7 @@ from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import Address
 from kvcm.store.store import Revision
 
-__all__ = ["Invalidations", "Revisions", "tag_of"]
+__all__ = ["Invalidations", "Revisions", "owner_of"]
 
 _CHANNEL = b"__redis__:invalidate"
 _PING_SECONDS = 0.5
@@ -42,11 +42,11 @@ _AGAIN_SECONDS = 0.1
 # noticed within about a second: what must not be older than that is read from the store (rejected: to poll a counter
 # per part, which in a cluster is one command each).
 
-_MOST_TAGS = 1 << 17  # a tag that is gone stays counted until a reset
+_MOST_OWNERS = 1 << 17  # instances that are gone stay counted until a reset
 
 
 class Revisions:
-    """Counts the changes of keys by hash tag, as the invalidations report them.
+    """Counts the changes of keys by table and instance, as the invalidations report them.
 
     What was read is current as long as the revision is the one from before the read.
 
@@ -55,22 +55,19 @@ class Revisions:
     """
 
     def __init__(self) -> None:
-        self._changes: Counter[bytes] = Counter()  # by what names begin with, up to the end of the hash tag
+        self._changes: Counter[bytes] = Counter()  # by owner
         self._resets = 0
         self.is_live: Callable[[], bool] = lambda: False
 
-    def of(self, tags: Iterable[bytes]) -> Revision | None:
-        """Return the revision of all keys whose names begin like `tags`; None while changes may be missed.
-
-        Args:
-            tags: beginnings of names, as `tag_of` returns them.
-        """
-        return (self._resets, sum([self._changes[tag] for tag in tags])) if self.is_live() else None
+    def of(self, owner: bytes) -> Revision | None:
+        """Return the revision of the keys of an owner, as of `owner_of`; None while changes may be missed."""
+        return (self._resets, self._changes[owner]) if self.is_live() else None
 
     def record(self, names: Iterable[bytes]) -> None:
         """Count changes of these keys."""
-        self._changes.update({tag_of(name) for name in names})
-        if len(self._changes) > _MOST_TAGS:
+        shards = {name.partition(b"}")[0] for name in names}  # many blocks of few
+        self._changes.update({owner_of(shard) for shard in shards})
+        if len(self._changes) > _MOST_OWNERS:
             self.reset()
 
     def reset(self) -> None:
@@ -79,9 +76,10 @@ class Revisions:
         self._resets += 1
 
 
-def tag_of(name: bytes) -> bytes:
-    """Return what the name of a key begins with, up to the end of its hash tag."""
-    return name.partition(b"}")[0]
+def owner_of(name: bytes) -> bytes:
+    """Return what the names of all keys of one kind begin with that one table or instance has, in whatever part."""
+    kind, brace, tag = name.partition(b"{")
+    return kind + brace + tag.partition(b"}")[0].partition(b".")[0]
 
 
 class Invalidations:
