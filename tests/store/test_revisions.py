@@ -14,17 +14,25 @@ from uuid import uuid4
 import pytest
 from fake_clock import FakeClock
 from index_backends import connected
-from redis_servers import Servers, standalone
+from redis_servers import Servers, Standalone, standalone
 
+from kvcm.cache.manager import CacheManager
+from kvcm.cache.quotas import SharedLedger
+from kvcm.components import Metadata, Sharing
 from kvcm.index.backends.backend import Change, Sum
+from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import BlockKeys, RedisBackend
 from kvcm.index.backends.redis_audit import RedisAudit
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import StorageType
+from kvcm.reclaim.reclaimer import WakeBroadcast
 from kvcm.registry.leadership import Leadership
+from kvcm.registry.registry import Registry
+from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryTable
 from kvcm.store.redis import tracking
 from kvcm.store.redis.client import Command, RedisClient
+from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.store import RedisLease, RedisStore
 from kvcm.store.redis.tracking import Invalidations, Revisions, owner_of
 
@@ -185,7 +193,7 @@ async def test_sums_are_read_again_after_a_change_only(rig: Notified) -> None:
     assert mine.key_count == 4, "its own writes count at once"
 
 
-async def test_what_a_repair_mends_beside_the_records_is_read_again(redis_standalone: Servers) -> None:
+async def test_what_a_repair_mends_beside_the_records_is_read_again(redis_standalone: Standalone) -> None:
     async with notified(redis_standalone) as rig:
         mine, audit = rig.backend(rig.store), RedisAudit(rig.other.client, UID, 1)
         before = mine.revision
@@ -193,7 +201,38 @@ async def test_what_a_repair_mends_beside_the_records_is_read_again(redis_standa
         await until(lambda: mine.revision != before)
         await mine.refresh(is_exact=False)
         assert mine.usage_bytes[SERVING.place] == 5
-        assert await rig.other.client.execute([(b"EXISTS", BlockKeys(rig.other.client.prefix).prefix + b"7.0}")]) == [0]
+        with redis_standalone.server.admin() as admin:
+            assert not admin.keys(f"{rig.other.client.prefix}:b*"), "nothing stays"
+
+
+async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone) -> None:
+    """Of records, of what is mended beside them, of documents and of the lease."""
+    uri = redis_standalone.uri(f"r{uuid4().hex}")
+    async with connected(uri) as client, connected(uri) as another:
+        store, other, clock, storages = RedisStore(client), RedisStore(another), FakeClock(), StorageDirectory("c")
+        usage = SharedLedger(QuotaCounters(client), "n")
+        registry, lease = Registry(storages), RedisLease(client, store.revisions)
+        cache = CacheManager(registry, storages, clock, store=store, usage=usage)
+        metadata = Metadata("redis", store, lambda _: MemoryBackend(), lease, usage, client=client)
+        wakes = WakeBroadcast(store.table("wakes"), lambda: None, lambda: True)
+        sharing = Sharing.of(metadata, registry, cache, wakes, clock)
+        assert sharing is not None
+        running = asyncio.create_task(sharing.invalidations.run())
+        await until(lambda: sharing.invalidations.is_live)
+        mine, table = RedisBackend(client, UID, SHARDS, store.revisions), store.table("sessions", 16)
+        audit, theirs = RedisAudit(another, UID, SHARDS), RedisBackend(another, UID, SHARDS)
+        changes: list[tuple[Callable[[], object], Callable[[], Awaitable[object]]]] = [
+            (lambda: mine.revision, lambda: write(theirs, 1, SERVING)),
+            (lambda: mine.revision, lambda: audit.add_usage(3, {Sum(SERVING.place, is_deleting=False): 5})),
+            (lambda: table.revision, lambda: other.table("sessions", 16).replace("s", None, b"1", 9.0)),
+            (lambda: lease.revision, lambda: RedisLease(another).acquire("other", 60.0)),
+        ]
+        for revision, change in changes:
+            before = revision()
+            await change()
+            await until(lambda revision=revision, before=before: revision() != before)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_what_changed_while_it_was_read_is_read_again(redis_standalone: Servers) -> None:

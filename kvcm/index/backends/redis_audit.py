@@ -26,6 +26,7 @@ __all__ = ["RedisAudit", "StoredBlocks"]
 
 _KEYS_PER_CALL: Final = 256
 _ABSENT: Final = bytes(STAMP_SIZE)
+_NO_RECORD: Final = b"is no record"  # longer than a key, so that it is none of a block
 _NO_PARENTS: Final = frozenset[int]()
 _READ_BLOCKS: Final = Script("""
 -- KEYS: access order, pending, then the block records. Returns records, scores and deadlines of them.
@@ -144,7 +145,7 @@ class RedisAudit:
 
     async def _invalidate(self, shard: int) -> None:
         """Have managers read again what they know of a shard: they are notified of changes of records only."""
-        beside = self._names[shard].blocks
+        beside = self._names[shard].blocks + _NO_RECORD
         await self._client.execute([(b"SET", beside, b"", b"PX", 1000), (b"DEL", beside)])
 
     async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
