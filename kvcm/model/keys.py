@@ -14,9 +14,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import Struct
-from typing import Any, Final, NewType
+from typing import Final, NewType
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = [
     "NO_MASK",
@@ -81,22 +82,24 @@ def key_hex(key: int) -> str:
 
 _FACTORS: Final = (secrets.randbits(64) | 1, secrets.randbits(64) | 1)
 _INVERSES: Final = tuple(pow(factor, -1, 1 << 64) for factor in _FACTORS)
-_MIX: Final = tuple(np.array(factor, np.uint64) for factor in _FACTORS)
-_UNMIX: Final = tuple(np.array(inverse, np.uint64) for inverse in _INVERSES)
+# Products of numbers with sign have the same 64 bits as those without, and need no further view of the array.
+_MIX: Final = tuple(np.array(factor, np.uint64).view(np.int64) for factor in _FACTORS)
+_UNMIX: Final = tuple(np.array(inverse, np.uint64).view(np.int64) for inverse in _INVERSES)
 _FEW: Final = 3  # keys for which plain numbers are faster than an array
 _KEY_BYTES: Final = 8
 _unpack_key: Final = Struct(">q").unpack
 
 
 def mixed(keys: Sequence[int]) -> list[int]:
-    """Return the mixed keys for keys from outside, each of 64 bits with sign."""
+    """Return the mixed keys for keys from outside, each of 64 bits with sign. The keys of a message are best given as
+    its field: that becomes an array without a Python number per key."""
     if len(keys) <= _FEW:
         return [mixed_key(key) for key in keys]
-    numbers = np.array(keys, np.int64).view(np.uint64)
+    numbers = np.array(keys, np.int64)
     for factor in _MIX:
-        np.multiply(numbers, factor, out=numbers)
-        numbers.byteswap(inplace=True)
-    found: list[int] = numbers.view(np.int64).tolist()
+        numbers *= factor
+        numbers.byteswap(True)
+    found: list[int] = numbers.tolist()
     return found
 
 
@@ -104,15 +107,15 @@ def unmixed(keys: Sequence[int]) -> list[int]:
     """Return the keys that `mixed` was given."""
     if len(keys) <= _FEW:
         return [unmixed_key(key) for key in keys]
-    found: list[int] = _unmixed(keys).view(np.int64).tolist()
+    found: list[int] = _unmixed(keys).tolist()
     return found
 
 
-def _unmixed(keys: Sequence[int]) -> Any:
-    numbers = np.array(keys, np.int64).view(np.uint64)
+def _unmixed(keys: Sequence[int]) -> NDArray[np.int64]:
+    numbers = np.array(keys, np.int64)
     for inverse in reversed(_UNMIX):
-        numbers.byteswap(inplace=True)
-        np.multiply(numbers, inverse, out=numbers)
+        numbers.byteswap(True)
+        numbers *= inverse
     return numbers
 
 
