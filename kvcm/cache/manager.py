@@ -231,7 +231,7 @@ class CacheManager:
             found = await match(cache, query, view)
             if measures is not None:
                 measures["manager.prefix_match_time_us"] = (time.perf_counter_ns() - begin_ns) / 1000
-                measures["manager.prefix_match_len"] = float(len(found.keys))
+                measures["manager.prefix_match_len"] = len(found.keys)
         except KvcmError:
             if not peek:
                 self._observer.on_lookup_failed(cache.instance, query)

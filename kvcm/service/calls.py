@@ -447,8 +447,8 @@ class _Method:
         self.keys = Histogram(KEYS)
 
 
-_Begun = tuple[_Method, Any, tuple[Measures, Token[Any]] | None, Token[Any] | None]
-"""A call in progress: its counters, its span, its measures, and how to unbind it from log lines."""
+_Begun = tuple[_Method, Any, Measures | None, Token[Any] | None, Token[Any] | None]
+"""A call in progress: its counters, its span, its measures, and how to close them and to unbind it from log lines."""
 
 
 def _is_measured(call: Call) -> bool:
@@ -500,31 +500,30 @@ class CallRecorder:
     def begin(self, call: Call, request: Any, arrival: Arrival) -> _Begun:
         """Count a request in flight and its keys, begin its span, and bind it to log lines."""
         method = self._methods.get(call.name) or self._method(call)
-        measures = None
+        measures: Measures | None = None
+        opened = None
         if method.is_measured:
-            measures = {"service.request_queue_size": float(self._inflight)}
+            measures = {"service.request_queue_size": self._inflight}
+            opened = open_measures(measures)
         self._inflight += 1
         if method.has_keys and (count := len(request.block_keys)):
             method.keys.observe(count)
             if measures is not None:
-                measures["manager.request_key_count"] = float(count)
+                measures["manager.request_key_count"] = count
         span = self._tracing.begin(call, request, arrival) if self._tracing is not None else None
-        opened = (measures, open_measures(measures)) if measures is not None else None
-        return method, span, opened, current_request_id.set(request) if call.is_traced else None
+        return method, span, measures, opened, current_request_id.set(request) if call.is_traced else None
 
     def end(self, begun: _Begun, call: Call, request: Any, arrival: Arrival, outcome: Outcome) -> None:
         """Count the outcome, log and audit it, and end the span. The request is unbound last, so that these log lines
         still have its trace id."""
-        method, span, opened, bound = begun
+        method, span, measures, opened, bound = begun
         code, seconds = outcome.code, outcome.seconds
         self._inflight -= 1
         assert self._inflight >= 0
         method.codes[code] += 1
         method.seconds.observe(seconds)
         if code is not ErrorCode.UNSPECIFIED:  # GetMetrics counts answers only
-            measures = opened[0] if opened is not None else None
-            micros, is_ok = seconds * 1e6, code is ErrorCode.OK
-            self._metrics.record(call.name, outcome.labels, code, is_ok, micros, measures=measures)
+            self._metrics.record(call.name, outcome.labels, code, code is ErrorCode.OK, seconds * 1e6, measures)
         log = self._access_log
         if log.sample or seconds > log.slow_seconds:
             log.end(call, request, arrival, outcome)
@@ -533,7 +532,7 @@ class CallRecorder:
         if self._tracing is not None:
             self._tracing.end(span, call, request, arrival, outcome)
         if opened is not None:
-            close_measures(opened[1])
+            close_measures(opened)
         if bound is not None:
             current_request_id.reset(bound)
 

@@ -374,17 +374,12 @@ CALL_MEASURES = (
 _current: ContextVar[Measures | None] = ContextVar("measures_of_call", default=None)
 
 
-def open_measures(measures: Measures) -> Token[Measures | None]:
-    """Let work that begins from here on add to these."""
-    return _current.set(measures)
-
-
-def close_measures(opened: Token[Measures | None]) -> None:
-    """End what `open_measures` began."""
-    _current.reset(opened)
-
-
-current_measures: Callable[[], Measures | None] = _current.get  # no frame of ours: each match asks twice
+# Without frames of our own: every call does all of these.
+open_measures: Callable[[Measures], Token[Measures | None]] = _current.set
+"""Lets work that begins from here on add to these."""
+close_measures: Callable[[Token[Measures | None]], None] = _current.reset
+"""Ends what `open_measures` began."""
+current_measures: Callable[[], Measures | None] = _current.get
 """Returns the measures of the call that runs here, None where none does."""
 
 
@@ -440,12 +435,12 @@ class ApiMetrics:
     """Calls, errors, last duration and last outcome per api, and per instance where the api has one."""
 
     def __init__(self) -> None:
-        self._series: dict[Tags, _ApiSeries] = {}
+        self._series: dict[tuple[str, ...], _ApiSeries] = {}  # by api and values of labels
         self._instances: set[str] = set()
 
     def declare(self, api_name: str, *, is_measured: bool = False) -> None:
         """Make the series of an api exist before its first call, with `is_measured` those of `CALL_MEASURES`, too."""
-        series = self._series.setdefault((("api_name", api_name),), _ApiSeries())
+        series = self._series.get((api_name,)) or self._add((api_name,), {})
         if is_measured and series.measures is None:
             series.measures = {}
 
@@ -470,16 +465,18 @@ class ApiMetrics:
         """
         if labels and labels["instance_id"] not in self._instances:
             labels = self._bounded(labels)
-        tags: Tags = (("api_name", api_name), *labels.items())
-        series = self._series.get(tags)
-        if series is None:
-            series = self._series[tags] = _ApiSeries()
+        key = (api_name, *labels.values())
+        series = self._series.get(key) or self._add(key, labels)
         series.queries += 1
         series.errors += not ok
         series.last_us = duration_us
         series.last_code = code
         if measures is not None:
             series.measures = measures
+
+    def _add(self, key: tuple[str, ...], labels: Mapping[str, str]) -> _ApiSeries:
+        series = self._series[key] = _ApiSeries((("api_name", key[0]), *labels.items()))
+        return series
 
     def _bounded(self, labels: Mapping[str, str]) -> Mapping[str, str]:
         """Return the labels of an instance that has no series yet."""
@@ -490,14 +487,15 @@ class ApiMetrics:
 
     def series(self) -> Iterator[Series]:
         """Yield every series."""
-        for tags, api in self._series.items():
+        for api in self._series.values():
+            tags = api.tags
             yield Series("service.query_counter", tags, api.queries)
             yield Series("service.error_counter", tags, api.errors)
             yield Series("service.query_rt_us", tags, float(api.last_us))
             yield Series("service.error_code", tags, float(api.last_code))
             if api.measures is not None:
                 for name in CALL_MEASURES:
-                    yield Series(name, tags, _last(api.measures, name))
+                    yield Series(name, tags, float(_last(api.measures, name)))
 
 
 def _last(measures: Measures, name: str) -> float:
@@ -509,9 +507,10 @@ def _last(measures: Measures, name: str) -> float:
 
 
 class _ApiSeries:
-    __slots__ = ("errors", "last_code", "last_us", "measures", "queries")
+    __slots__ = ("errors", "last_code", "last_us", "measures", "queries", "tags")
 
-    def __init__(self) -> None:
+    def __init__(self, tags: Tags) -> None:
+        self.tags = tags
         self.measures: Measures | None = None
         self.queries = 0
         self.errors = 0
