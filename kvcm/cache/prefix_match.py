@@ -64,9 +64,8 @@ class MatchMode(IntEnum):
     PREFIX_MATCH_WITH_MAMBA = 4
 
 
-@dataclass(frozen=True, slots=True)
-class MatchQuery:
-    """What a reader asks for.
+class MatchQuery(NamedTuple):
+    """What a reader asks for. A tuple, as is the answer: every read makes both, in half the time of dataclasses.
 
     Attributes:
         mode: how keys are matched.
@@ -92,8 +91,7 @@ class MatchQuery:
         return self.spec_names if self.requires_specs else frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """The result of a match.
 
     Attributes:
@@ -140,7 +138,7 @@ async def _prefix(cache: InstanceCache, query: MatchQuery, view: StorageView | N
     if query.requires_specs and query.spec_names:  # it ends before the first None already
         lacking = [not has for has in await _have_specs(cache, query.needed, answers)]
         del answers[lacking.index(True) if True in lacking else len(answers) :]
-    return Match(answers, keys[: len(answers)])
+    return Match(answers, keys if len(answers) == len(keys) else keys[: len(answers)])
 
 
 async def _have_specs(cache: InstanceCache, needed: frozenset[str], chunks: Sequence[bytes]) -> list[bool]:
@@ -375,14 +373,12 @@ class CombinedObserver:
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         """Tell both."""
         self._observer.on_lookup(instance, query, found)
-        if query.mode in _PREFIX_MODES:
+        if query.mode in PREFIX_MODES:
             positions = query.mask.unmasked(len(query.keys))
             is_masked = len(positions) < len(query.keys)
             keys = [query.keys[position] for position in positions] if is_masked else query.keys
             self._reader.on_read(instance.instance_group_name, keys, instance.block_bytes)
 
-
-_PREFIX_MODES = (MatchMode.PREFIX_MATCH, MatchMode.PREFIX_MATCH_WITH_MAMBA)
 
 
 class _NoObserver:

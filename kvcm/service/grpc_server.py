@@ -399,9 +399,9 @@ def _method(
         remaining = context.time_remaining()
         arrival = Arrival(
             "grpc",
-            peer=context.peer().partition(":")[2].rpartition(":")[0],  # of ipv4:1.2.3.4:567 or ipv6:[::1]:567
-            deadline=None if remaining is None else time.monotonic() + remaining,
-            trace_parent=_trace_parent() if is_traced else "",
+            context.peer().partition(":")[2].rpartition(":")[0],  # of ipv4:1.2.3.4:567 or ipv6:[::1]:567
+            None if remaining is None else time.monotonic() + remaining,
+            _trace_parent() if is_traced else "",
         )
         rejection = caller.admission.rejection(call, arrival) if gate.is_open else gate.rejection()
         if rejection is not None:
