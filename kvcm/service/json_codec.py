@@ -57,7 +57,16 @@ def plain_integers(texts: list[str]) -> list[int]:
         numbers = list(map(int, texts))
     except ValueError:
         return []
-    return numbers if list(map(str, numbers)) == texts else []  # int() takes "1_0" and " 1", too
+    return numbers if _are_plain(texts) or list(map(str, numbers)) == texts else []
+
+
+def _are_plain(texts: list[str]) -> bool:
+    """Whether texts that int() takes are written as Python writes numbers: it takes "1_0", " 1", "+1" and "01", too.
+    False for some that are, such as "0"; but in half the time that writing all numbers takes."""
+    joined = "," + ",".join(texts)
+    if ",0" in joined or "-0" in joined or not joined.isascii():
+        return False
+    return not joined.encode().translate(None, b",-0123456789")
 
 
 MAX_DEPTH = 100
