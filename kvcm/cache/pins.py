@@ -39,7 +39,7 @@ from kvcm.index.search_cache import StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.keys import mixed, unmixed
+from kvcm.model.keys import encode_keys, mixed
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.uri import check_name
 from kvcm.store.store import Table
@@ -198,7 +198,7 @@ class Pin:
                 owner=self.owner,
                 deadline=self.deadline,
                 is_ended=self.is_ended,
-                keys=array("q", unmixed(array("q", self.pinned.keys))).tobytes(),
+                keys=encode_keys(array("q", self.pinned.keys)),
                 sizes=self.pinned.sizes,
                 location_ids=self.pinned.location_ids,
             )

@@ -22,7 +22,7 @@ from kvcm.cache.instance_cache import InstanceCache
 from kvcm.cache.prefix_match import Match
 from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, NotReadyError, StorageIOError
-from kvcm.model.keys import mixed, unmixed
+from kvcm.model.keys import encode_keys, mixed
 from kvcm.model.locations import DeletionItem, LocationStatus
 from kvcm.store.store import Table
 
@@ -68,7 +68,7 @@ class ReadLease:
 
     def encoded(self) -> bytes:
         """Return the lease's document; its id is the document's name."""
-        keys = array("q", unmixed([key for _, key, _ in self.locations])).tobytes()
+        keys = encode_keys([key for _, key, _ in self.locations])
         return _encoder.encode(_Document(_FORMAT, self.uid, self.deadline, keys, [pin[2] for pin in self.locations]))
 
     @classmethod

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from struct import Struct
 from typing import Final, NewType
 
@@ -24,6 +25,7 @@ __all__ = [
     "BlockKey",
     "BlockMask",
     "block_keys_from_tokens",
+    "encode_keys",
     "key_hex",
     "keys_hex",
     "mixed",
@@ -64,8 +66,12 @@ def block_keys_from_tokens(token_ids: Sequence[int], block_size: int) -> list[in
 
 
 def keys_hex(keys: Sequence[int]) -> list[str]:
-    """Return `key_hex` of many keys."""
-    return [f"{key & _MASK:x}" for key in keys]
+    """Return `key_hex` of many mixed keys."""
+    if len(keys) <= _FEW:
+        return [key_hex(unmixed_key(key)) for key in keys]
+    digits = _unmixed(keys).byteswap(True).tobytes().hex(" ", _KEY_BYTES).split()
+    found = list(map(str.lstrip, digits, repeat("0")))  # a loop in C
+    return found if "" not in found else [text or "0" for text in found]
 
 
 def key_hex(key: int) -> str:
@@ -117,6 +123,11 @@ def _unmixed(keys: Sequence[int]) -> NDArray[np.int64]:
         numbers.byteswap(True)
         numbers *= inverse
     return numbers
+
+
+def encode_keys(keys: Sequence[int]) -> bytes:
+    """Return what documents hold for mixed keys: 8 bytes each, little endian."""
+    return _unmixed(keys).tobytes()
 
 
 def mixed_key(key: int) -> int:

@@ -11,7 +11,7 @@ from operator import add, attrgetter
 from typing import NamedTuple, Protocol, overload
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import keys_hex, mixed_key, unmixed
+from kvcm.model.keys import keys_hex, mixed_key
 from kvcm.model.uri import LocationUri, path_component
 
 __all__ = [
@@ -289,7 +289,7 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
     parts, most = Parts.of(allocation.parts), max(1, keys_per_object)
     instance, location_id, sizes = path_component(allocation.instance_id), allocation.location_id, parts.sizes
     folders = {name: f"{instance}/{path_component(name)}/" for name in set(parts.spec_names)}
-    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(unmixed(parts.keys))))
+    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(parts.keys)))
     for indexes in _lists(parts):
         for start in range(indexes.start, indexes.stop, most):
             chunk = range(start, min(start + most, indexes.stop))

@@ -18,7 +18,9 @@ from kvcm.model.keys import (
     NO_MASK,
     BlockMask,
     block_keys_from_tokens,
+    encode_keys,
     key_hex,
+    keys_hex,
     mixed,
     mixed_key,
     pack_keys,
@@ -28,6 +30,7 @@ from kvcm.model.keys import (
 )
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
+from kvcm.protocol import meta_service_pb2 as pb
 
 # ── Block keys ──
 
@@ -131,6 +134,22 @@ def test_any_number_of_keys_in_any_sequence_is_mixed(count: int, form: type[Sequ
     assert len(set(found)) == count
     assert unmixed(form(found)) == keys
     assert list(given_keys) == keys, "what was given is as it was"
+
+
+@pytest.mark.parametrize("count", LENGTHS)
+def test_keys_are_mixed_straight_from_the_field_of_a_message(count: int) -> None:
+    keys = plain_keys(count)
+    request = pb.GetCacheLocationRequest(block_keys=keys)
+    assert mixed(request.block_keys) == mixed(keys)
+    assert list(request.block_keys) == keys, "the message is as it was"
+
+
+@FIXED
+@given(keys=ANY_KEYS)
+def test_mixed_keys_leave_as_hex_and_in_documents_as_they_came(keys: list[int]) -> None:
+    found = mixed(keys)
+    assert keys_hex(found) == [key_hex(key) for key in keys]
+    assert encode_keys(found) == array("q", keys).tobytes()
 
 
 def test_different_keys_stay_different() -> None:
