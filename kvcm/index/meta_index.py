@@ -45,11 +45,14 @@ from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
 from kvcm.store.redis.client import ScriptCall
 from kvcm.store.store import Revision
-from kvcm.telemetry.metrics import Histogram, current_measures, measure, timed
+from kvcm.telemetry.metrics import Histogram, current_measures, measure, measure_all, timed
 
 __all__ = ["Applied", "Change", "IndexHandle", "MetaIndex", "Modify", "StagedWrite", "UsageListener", "UsageNote"]
 
 _READ_MODIFY_WRITE = "meta_searcher.indexer_read_modify_write_time_us"
+_CHANGED_KEYS = {
+    kind: f"meta_indexer.read_modify_write_{kind}_key_count" for kind in ("put", "update", "skip", "delete")
+}
 _MOST_ATTEMPTS = 32
 _LONGEST_PAUSE_SECONDS = 0.05
 
@@ -222,8 +225,7 @@ class MetaIndex:
 
     async def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order."""
-        measure("meta_searcher.indexer_query_times", 1)
-        measure("meta_indexer.query_key_count", len(keys))
+        measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(keys)})
         with timed("meta_searcher.indexer_get_time_us"):
             return await read_records(self._backend, keys)
 
@@ -261,7 +263,7 @@ class MetaIndex:
         if self._backend.is_shared:
             return False
         note = self._on_usage()
-        with timed(_READ_MODIFY_WRITE), timed("meta_indexer.put_io_time_us"):
+        with timed(_READ_MODIFY_WRITE, "meta_indexer.put_io_time_us"):
             usage = self._backend.begin(run)
         if usage is None:
             return False
@@ -280,7 +282,7 @@ class MetaIndex:
         """
         if self._backend.is_shared:
             return False
-        with timed(_READ_MODIFY_WRITE), timed("meta_indexer.update_io_time_us"):
+        with timed(_READ_MODIFY_WRITE, "meta_indexer.update_io_time_us"):
             served = self._backend.serve(keys, ending)
         if served is None:
             return False
@@ -360,8 +362,7 @@ class MetaIndex:
         """
         distinct = list(dict.fromkeys(keys))
         changes: dict[int, Change] = {}
-        measure("meta_searcher.indexer_query_times", 1)
-        measure("meta_indexer.query_key_count", len(distinct))
+        measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(distinct)})
         with timed(_READ_MODIFY_WRITE):
             if not self._backend.awaits:
                 await self._apply(distinct, modify, applied, reserved, changes)
@@ -496,18 +497,26 @@ class MetaIndex:
 
 def _measure_run(kind: str, keys: int) -> None:
     """Measure blocks that changed in one step."""
-    measure("meta_searcher.indexer_query_times", 1)
-    measure("meta_indexer.query_key_count", keys)
-    measure(f"meta_indexer.read_modify_write_{kind}_key_count", keys)
+    measure_all(
+        {
+            "meta_searcher.indexer_query_times": 1,
+            "meta_indexer.query_key_count": keys,
+            _CHANGED_KEYS[kind]: keys,
+        }
+    )
 
 
 def _measure_changes(changes: Sequence[Change]) -> None:
     """Measure what became of the blocks of a read-modify-write."""
     if current_measures() is None:
         return
-    for _, old, new, _ in changes:
-        kind = "skip" if new is old else "delete" if new is None else "put" if old is None else "update"
-        measure(f"meta_indexer.read_modify_write_{kind}_key_count", 1)
+    kinds = Counter(
+        [
+            "skip" if new is old else "delete" if new is None else "put" if old is None else "update"
+            for _, old, new, _ in changes
+        ]
+    )
+    measure_all({_CHANGED_KEYS[kind]: count for kind, count in kinds.items()})
 
 
 def _report_usage(usage: Mapping[StorageKey, int], written: Sequence[Change], note: UsageNote) -> None:

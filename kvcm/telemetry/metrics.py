@@ -35,6 +35,7 @@ __all__ = [
     "close_measures",
     "current_measures",
     "measure",
+    "measure_all",
     "open_measures",
     "timed",
 ]
@@ -390,28 +391,40 @@ def measure(name: str, amount: float) -> None:
         measures[name] = measures.get(name, 0.0) + amount
 
 
+def measure_all(amounts: Mapping[str, float]) -> None:
+    """Add to several measures of the call that runs here, if one does."""
+    measures = _current.get()
+    if measures is not None:
+        for name, amount in amounts.items():
+            measures[name] = measures.get(name, 0.0) + amount
+
+
 class timed:  # noqa: N801 - a context manager that reads as a verb; as a generator it would cost three times as much
-    """Add the time that the block takes to a measure of the call that runs here, if one does.
+    """Add the time that the block takes to measures of the call that runs here, if one does.
 
     Args:
-        name: of the measure, in µs.
+        names: of the measures, in µs.
     """
 
-    __slots__ = ("_begin", "_measures", "_name")
+    __slots__ = ("_begin", "_measures", "_names")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, *names: str) -> None:
+        self._names = names
         self._measures = _current.get()
+        self._begin = 0
 
     def __enter__(self) -> None:
-        self._begin = time.perf_counter_ns() if self._measures is not None else 0
+        if self._measures is not None:
+            self._begin = time.perf_counter_ns()
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        measures, name = self._measures, self._name
+        measures = self._measures
         if measures is not None:
-            measures[name] = measures.get(name, 0.0) + (time.perf_counter_ns() - self._begin) / 1000
+            microseconds = (time.perf_counter_ns() - self._begin) / 1000
+            for name in self._names:
+                measures[name] = measures.get(name, 0.0) + microseconds
 
 
 Tags = tuple[tuple[str, str], ...]
