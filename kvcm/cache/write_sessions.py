@@ -67,7 +67,7 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo
-from kvcm.model.keys import BlockMask, mixed, unmixed, unmixed_key
+from kvcm.model.keys import BlockMask, encode_keys, mixed, unmixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
 from kvcm.model.principals import UNRESTRICTED, call_context
 from kvcm.storage.backend import Allocation, Parts, StorageBackend, is_full
@@ -161,6 +161,8 @@ async def checksums_of(reported: ReportedChecksums, decision: Sequence[bool], sp
     Raises:
         InvalidArgumentError: another number of entries, or a spec that is unknown or named twice.
     """
+    if not reported:
+        return NO_CHECKSUMS
     rows: dict[int, dict[str, int]] = {}
     for position, location in enumerate(reported):
         if position % _BATCH_LOCATIONS == 0:
@@ -346,7 +348,7 @@ class WriteSession:
     def encoded(self) -> bytes:
         """Return the session's document; its id is the document's name."""
         decision = bytes(self.decision) if self.decision is not None else None
-        keys = array("q", unmixed(self.keys)).tobytes()
+        keys = encode_keys(self.keys)
         fields = (_SESSION_FORMAT, self.uid, self.deadline, self.location_id, keys, decision)
         hint = (self.priority, self.keep_until)
         if self.starter:
@@ -694,7 +696,7 @@ class _BegunSession(NamedTuple):
     Attributes:
         session: open.
         document: as it was stored.
-        runs: its blocks.
+        runs: its blocks; none on a store of this manager alone, whose finish reads the document.
     """
 
     session: WriteSession
@@ -703,8 +705,8 @@ class _BegunSession(NamedTuple):
 
 
 class _BegunSessions:
-    """What this manager remembers of sessions that it began: their finish need not read anything. The oldest are
-    forgotten first."""
+    """What this manager remembers of sessions that it began: their finish need not read anything, or not decode what it
+    read. The oldest are forgotten first."""
 
     def __init__(self) -> None:
         self._sessions: dict[str, _BegunSession] = {}
@@ -777,9 +779,11 @@ class SessionStore:
 
     async def open(self, session: WriteSession) -> None:
         """Store a new session."""
-        if not await self._table.replace(name=session.id, old=None, new=session.encoded(), due=session.deadline):
+        document = session.encoded()
+        if not await self._table.replace(name=session.id, old=None, new=document, due=session.deadline):
             raise _taken_id()
         self._track(session, self._clock.now())
+        self._begun.put(_BegunSession(session, document, ()))
 
     @property
     def is_shared(self) -> bool:
@@ -871,7 +875,7 @@ class SessionStore:
             StorageIOError: the store failed; the same finish may be asked again and goes on where this one stopped.
         """
         retention.check()
-        if (begun := self._begun.get(session_id)) is not None:
+        if self._shared is not None and (begun := self._begun.get(session_id)) is not None:
             finished = await self._finish_begun(cache, begun, success, retention, reported)
             if finished is not None:
                 return finished
@@ -898,12 +902,17 @@ class SessionStore:
         reported: ReportedChecksums,
     ) -> WriteSession:
         """Return a session as its client decides it."""
-        return replace(
-            session,
+        return WriteSession(  # `replace` would take twice as long
+            session.id,
+            session.uid,
+            session.deadline,
+            session.location_id,
+            session.keys,
             decision=decision,
             priority=retention.priority,
             keep_until=retention.keep_until(self._clock.now()),
             checksums=await checksums_of(reported, decision, cache.spec_names),
+            starter=session.starter,
         )
 
     async def _finish_begun(
@@ -932,7 +941,7 @@ class SessionStore:
         self._begun.discard(session.id)  # where the store fails, it has to be read
         document = Document(session.id, decided.encoded(), now + _RETRY_SECONDS)
         outcome = self._ended.outcome_of(decided, finished)
-        with timed(_IO_COST), timed("manager.batch_update_location_time_us"):
+        with timed(_IO_COST, "manager.batch_update_location_time_us"):
             done = await self._shared.finish(
                 cache.index,
                 Decided(begun.document, document, outcome, REPEAT_SECONDS),
@@ -1054,7 +1063,11 @@ class SessionStore:
         document = await self._table.get(session_id)
         if document is None:
             return None
-        session = WriteSession.decoded(session_id, document)
+        begun = self._begun.get(session_id)
+        if begun is not None and begun.document == document:
+            session = begun.session
+        else:
+            session = WriteSession.decoded(session_id, document)
         if not _is_owner(session, cache):
             raise _unknown_session()
         is_overdue = session.decision is None and session.deadline <= self._clock.now()
@@ -1098,7 +1111,7 @@ class SessionStore:
         return True
 
     async def _apply(self, cache: InstanceCache, decided: WriteSession, document: bytes) -> FinishedWrite:
-        with timed(_IO_COST), timed("manager.batch_update_location_time_us"):
+        with timed(_IO_COST, "manager.batch_update_location_time_us"):
             finished = await self._apply_to_blocks(cache, decided)
         if decided.has_lapsed:
             await self._forget(decided.id, document)
@@ -1555,7 +1568,7 @@ class WriteSessions:
         opened = self._backends_of(reservation)
         try:
             await yield_to_others(len(request.keys), cache.batch_keys)
-            with timed(_IO_COST), timed("manager.gen_write_location_us"):
+            with timed(_IO_COST, "manager.gen_write_location_us"):
                 placed = await self._allocate(cache, session, plan, reservation)
             return await self._store_or_abort(cache, session, request, _PlacedPlan(plan, reservation, opened, placed))
         except _AllocationRejectedError as refused:
