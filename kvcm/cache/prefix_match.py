@@ -380,7 +380,6 @@ class CombinedObserver:
             self._reader.on_read(instance.instance_group_name, keys, instance.block_bytes)
 
 
-
 class _NoObserver:
     def on_lookup(self, instance: Instance, query: MatchQuery, found: Match) -> None:
         pass

@@ -575,7 +575,7 @@ class ServingGate:
         self.is_open = False
         self.in_flight = 0
         self._idle = asyncio.Event()
-        self._idle.set()
+        self._awaits_idle = False  # true at the end only: no request touches the event before
         self._rejected = 0
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
 
@@ -606,13 +606,12 @@ class ServingGate:
     def enter(self) -> None:
         """Count an admitted request."""
         self.in_flight += 1
-        self._idle.clear()
 
     def leave(self) -> None:
         """The answer of an admitted request is sent, or its client is gone."""
         self.in_flight -= 1
         assert self.in_flight >= 0, "every request enters once and leaves once"
-        if not self.in_flight:
+        if self._awaits_idle and not self.in_flight:
             self._idle.set()
 
     async def wait_until_quiet(self) -> None:
@@ -627,6 +626,10 @@ class ServingGate:
 
     async def wait_until_idle(self, seconds: float) -> bool:
         """Wait until nothing is in flight, for so long at most, and return whether that is so."""
+        if not self.in_flight:
+            return True
+        self._awaits_idle = True
+        self._idle.clear()
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()

@@ -35,7 +35,7 @@ __all__ = ["BlockCalls", "MetaApi", "RequestEvents", "block_keys_of"]
 # Calls about blocks that the meta and the admin package share: GetCacheMeta and RemoveCache.
 
 _TOKENS_ON_LOOP = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
-_KEYS_OF_LISTS = 40  # so many become an array faster by way of a list, more straight from their message
+_KEYS_OF_LISTS = 128  # so many become an array faster by way of a list, more straight from their message
 _TEXT_BATCH = 64  # with eight parts each some milliseconds
 _NO_LOCATION = b"\x12\x00"  # an empty CacheLocation as field 2 of an answer
 
