@@ -22,6 +22,7 @@ from decimal import Decimal, InvalidOperation
 from functools import cache
 from typing import Any, NoReturn, TypeVar
 
+import msgspec
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
@@ -105,9 +106,12 @@ def parse_request(body: bytes, message_type: type[M]) -> M:
     return message
 
 
+_encode_json = msgspec.json.Encoder().encode  # a few fields in 0.3 us; json.dumps makes an encoder first, in 10
+
+
 def print_response(message: Message) -> bytes:
     """Prints a message as one line of JSON in UTF-8."""
-    return json.dumps(integers_as_text(message), ensure_ascii=False, separators=(",", ":")).encode()
+    return _encode_json(integers_as_text(message))
 
 
 class _WrongValueError(ValueError):
@@ -523,7 +527,7 @@ async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:
         printed += texts.of(reply.chunks[start : start + most])
     rest: dict[str, Any] = integers_as_text(reply.message)
     del rest[_FIELD]
-    behind = json.dumps(rest, ensure_ascii=False, separators=(",", ":")).encode()
+    behind = _encode_json(rest)
     printed[0] = b'{"%s":[%s' % (
         _FIELD.encode(),
         printed[0],
