@@ -567,22 +567,18 @@ class ServingGate:
     Attributes:
         phase: of the manager.
         is_open: whether requests are served in this phase.
+        is_draining: whether the end has begun: connections are not worth keeping.
         in_flight: requests that were admitted and are not answered.
     """
 
     def __init__(self) -> None:
         self.phase = Phase.STARTING
-        self.is_open = False
+        self.is_open = self.is_draining = False
         self.in_flight = 0
         self._idle = asyncio.Event()
         self._awaits_idle = False  # true at the end only: no request touches the event before
         self._rejected = 0
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the end has begun: connections are not worth keeping."""
-        return self.phase in {Phase.LEAVING, Phase.CLOSED}
 
     def on_phase_change(self, callback: Callable[[], Awaitable[None]]) -> None:
         """Await a callback after every change of the phase."""
@@ -592,16 +588,16 @@ class ServingGate:
         """Go on to a phase, and await the callbacks."""
         self.phase = phase
         self.is_open = phase not in _REJECTIONS
+        self.is_draining = phase in {Phase.LEAVING, Phase.CLOSED}
         for callback in self._callbacks:
             await callback()
 
     def rejection(self) -> RejectedError | None:
         """Return why requests are rejected in this phase, None while it is open."""
-        text = _REJECTIONS.get(self.phase)
-        if text is None:
+        if self.is_open:
             return None
         self._rejected += 1
-        return RejectedError(text, self.phase.value, _DRAIN_RETRY_SECONDS)
+        return RejectedError(_REJECTIONS[self.phase], self.phase.value, _DRAIN_RETRY_SECONDS)
 
     def enter(self) -> None:
         """Count an admitted request."""

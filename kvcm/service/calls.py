@@ -291,16 +291,8 @@ class Caller:
 
     # Before the request is read.
 
-    def check_head(self, call: Call, arrival: Arrival, body_bytes: int) -> RejectedError | None:
-        """Return why a request is rejected by its head, and record that; None where it is admitted, and `release_body`
-        is to follow."""
-        error = self.admission.check_head(call, body_bytes)
-        if error is not None:
-            self.report_rejection(call, arrival, error)
-        return error
-
     def release_body(self, call: Call, body_bytes: int) -> None:
-        """A request that was admitted by `check_head` is answered, in whatever way."""
+        """A request that was admitted by its head is answered, in whatever way."""
         self.admission.release_body(call, body_bytes)
 
     def rejection(self, call: Call, arrival: Arrival) -> RejectedError | None:
@@ -523,7 +515,8 @@ class CallRecorder:
         method.codes[code] += 1
         method.seconds.observe(seconds)
         if code is not ErrorCode.UNSPECIFIED:  # GetMetrics counts answers only
-            self._metrics.record(call.name, outcome.labels, code, code is ErrorCode.OK, seconds * 1e6, measures)
+            is_ok = code is ErrorCode.OK
+            self._metrics.record(call.name, outcome.labels, code, is_ok, seconds * 1e6, measures=measures)
         log = self._access_log
         if log.sample or seconds > log.slow_seconds:
             log.end(call, request, arrival, outcome)

@@ -236,10 +236,11 @@ class HttpApp:
             return None
         length = dict(scope["headers"]).get(b"content-length", b"")
         body_bytes = int(length) if length.isdigit() else 0
-        error = self._caller.check_head(call, self._arrival(scope), body_bytes)
+        error = self._caller.admission.check_head(call, body_bytes)
         if error is None:
             scope[BODY_BYTES] = body_bytes
             return None
+        self._caller.report_rejection(call, self._arrival(scope), error)
         return _complete_response(error.http_status, [*_rejection_response(error), _length(b"{}")], b"{}")
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -289,7 +290,8 @@ class HttpApp:
                 self._gate.leave()
 
     def _arrival(self, scope: MutableMapping[str, Any]) -> Arrival:
-        return Arrival("http", scope["client"][0] if scope["client"] else "", received_at=scope.get(RECEIVED_AT))
+        client = scope["client"]
+        return Arrival("http", client[0] if client else "", None, "", scope.get(RECEIVED_AT))
 
     def _refusal(self, call: Call | None, arrival: Arrival) -> RejectedError | None:
         """Return why a request is not to be read, and record that."""
