@@ -363,3 +363,14 @@ def test_the_exit_codes_are_in_the_help(tmp_path: Any) -> None:
     assert [f"{code}: {meaning}" in shown for code, meaning in EXIT_CODES.items()] == [True] * len(EXIT_CODES)
     assert sorted(EXIT_CODES) == [0, 1, 2, 3]
     assert isinstance(app, typer.Typer)
+
+
+@pytest.mark.parametrize(("given", "in_force"), [(None, "-event_engine_listener"), ("tcp_rcv_lowat", "tcp_rcv_lowat")])
+def test_grpc_reads_in_the_thread_that_waits_unless_the_environment_says_otherwise(
+    given: str | None, in_force: str
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    code = "import os, kvcm.cli; print(os.environ['GRPC_EXPERIMENTS'])"
+    environment = kept if given is None else {**kept, "GRPC_EXPERIMENTS": given}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [in_force]
