@@ -21,16 +21,18 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import count
 from struct import Struct
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed, unmixed, unmixed_key
+from kvcm.model.keys import mixed, mixed_array, unmixed, unmixed_array, unmixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
@@ -38,6 +40,8 @@ __all__ = [
     "FORMAT_VERSION",
     "STAMP_SIZE",
     "StampedRecord",
+    "StoredColumns",
+    "decode_columns",
     "decode_payload",
     "decode_payloads",
     "decode_record",
@@ -57,6 +61,7 @@ STAMP_SIZE: Final = 8
 _BODY_AT = 1 + STAMP_SIZE
 _VERSION_BYTE = bytes((FORMAT_VERSION,))
 _HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes; stored blocks come in any order
+_DAMAGE: Final = (msgspec.MsgspecError, IndexError, TypeError, ValueError, OverflowError)
 _HEADERS_WRITTEN = 1 << 10  # the blocks of a session are written together
 
 _AnyRecord = TypeVar("_AnyRecord", bound=BlockRecord)
@@ -88,6 +93,9 @@ class _Header(NamedTuple):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_body: Callable[[bytes], list[Any]] = msgspec.msgpack.Decoder(list[int | bytes | None]).decode
+_Single: TypeAlias = tuple[int | None, int, bytes, bytes]
+_decode_single: Callable[[bytes], _Single] = msgspec.msgpack.Decoder(_Single).decode
+_SINGLE: Final = bytes((FORMAT_VERSION, 0x94))  # how the payload of a record with one location begins
 _decode_header = msgspec.msgpack.Decoder(_Header).decode
 _pack_stamp = Struct(">BQ").pack
 # Starts anywhere, so that two managers never give the same stamp to two writes of a block; a random number per write
@@ -108,7 +116,10 @@ def encode_records(location: Location, links: Sequence[tuple[int | None, int]], 
         links: parent and depth of each block.
         chunks: of each location.
     """
-    return _encode_uniform(new_stamp(), location, links, chunks)
+    parents = unmixed([0 if parent is None else parent for parent, _ in links])
+    columns = zip(parents, links, strict=True)
+    unmixed_links = [(None if of is None else parent, depth) for parent, (of, depth) in columns]
+    return _encode_uniform(new_stamp(), location, unmixed_links, chunks)
 
 
 def new_stamp() -> bytes:
@@ -150,29 +161,28 @@ def encode_payload(record: BlockRecord) -> bytes:
 
 
 def encode_payloads(
-    location: Location, links: Sequence[tuple[int | None, int]], chunks: Sequence[bytes]
+    location: Location, parents: NDArray[np.int64], depths: NDArray[np.int32], chunks: Sequence[bytes]
 ) -> list[bytes]:
     """Return what `encode_payload` makes of blocks whose only locations differ in nothing but the chunk.
 
     Args:
         location: what the locations have in common.
-        links: parent and depth of each block.
+        parents: of the blocks, as in `StoredColumns`.
+        depths: of the blocks, as in `StoredColumns`.
         chunks: of each location.
     """
+    columns = zip(unmixed_array(parents).tolist(), depths.tolist(), strict=True)
+    links = [(parent, depth) if depth >= 0 else (None, ~depth) for parent, depth in columns]
     return _encode_uniform(_VERSION_BYTE, location, links, chunks)
 
 
 def _encode_uniform(
-    head: bytes, location: Location, links: Sequence[tuple[int | None, int]], chunks: Sequence[bytes]
+    head: bytes, location: Location, links: Iterable[tuple[int | None, int]], chunks: Sequence[bytes]
 ) -> list[bytes]:
+    """Encode blocks whose parents are unmixed keys, as they are stored."""
     header = _header_bytes(location[:5] + location[6:])
-    columns = zip(_unmixed_parents(links), links, chunks, strict=True)
-    return [head + _encode((parent, depth, header, chunk)) for parent, (_, depth), chunk in columns]
-
-
-def _unmixed_parents(links: Sequence[tuple[int | None, int]]) -> Sequence[int | None]:
-    parents = unmixed([0 if parent is None else parent for parent, _ in links])
-    return [None if link[0] is None else parent for link, parent in zip(links, parents, strict=True)]
+    columns = zip(links, chunks, strict=True)
+    return [head + _encode((parent, depth, header, chunk)) for (parent, depth), chunk in columns]
 
 
 def decode_payload(data: bytes) -> BlockRecord:
@@ -188,6 +198,60 @@ def decode_payload(data: bytes) -> BlockRecord:
 def decode_payloads(values: Sequence[bytes]) -> list[BlockRecord]:
     """Do `decode_payload` for many."""
     return _decode(BlockRecord, values, 1)
+
+
+class StoredColumns(NamedTuple):
+    """Records in columns.
+
+    Attributes:
+        parents: mixed keys, 0 where there is no parent.
+        depths: in their chains; the complement where there is no parent.
+        headers: the fields of their locations but the chunk, in one tuple, which records of one write nearly always
+            share; a tuple of such tuples where there are several locations.
+        chunks: of their locations, likewise.
+    """
+
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int32]
+    headers: list[tuple[Any, ...]]
+    chunks: list[bytes | tuple[bytes, ...]]
+
+
+def decode_columns(values: Sequence[bytes]) -> StoredColumns:
+    """Do `decode_payloads` and return columns: a third of the time, since no object is made per record.
+
+    Raises:
+        StorageIOError: another release wrote one, or one is damaged.
+    """
+    data = b""
+    headers, chunks = list[tuple[Any, ...]](), list[bytes | tuple[bytes, ...]]()
+    parents, depths = list[int](), list[int]()
+    try:
+        for data in values:
+            if data.startswith(_SINGLE):
+                parent, depth, header, chunk = _decode_single(data[1:])
+                headers.append(_header_of(header)[2])
+                chunks.append(chunk)
+            else:
+                parent, depth, several = _decode_several(data)
+                headers.append(tuple([_header_of(header)[2] for header, _ in several]))
+                chunks.append(tuple([chunk for _, chunk in several]))
+            parents.append(parent or 0)
+            depths.append(~depth if parent is None else depth)
+        mixed_parents = mixed_array(parents)
+        chain = np.array(depths, np.int32)
+    except _DAMAGE as error:
+        raise _damaged(data, error) from error
+    return StoredColumns(np.where(chain < 0, 0, mixed_parents), chain, headers, chunks)
+
+
+def _decode_several(data: bytes) -> tuple[int | None, int, list[tuple[bytes, bytes]]]:
+    if data[0] != FORMAT_VERSION:
+        raise _unknown_version(data[0])
+    parent, depth, *locations = _decode_body(data[1:])
+    if not locations:
+        raise ValueError("it has no location")
+    return parent, depth, list(zip(locations[::2], locations[1::2], strict=True))
 
 
 def _body_of(record: BlockRecord) -> list[int | bytes | None]:
@@ -215,14 +279,19 @@ def _decode(form: type[_AnyRecord], values: Sequence[bytes], body_at: int) -> li
             else:
                 locations = tuple(map(_location_of, body[2::2], body[3::2]))
             records.append(tuple.__new__(form, (*chain, locations)))
-    except (msgspec.MsgspecError, IndexError, TypeError, ValueError, OverflowError) as error:
-        text = f"a stored block record of {len(data)} bytes is damaged ({error}); run `kvcm index verify --repair`"
-        raise StorageIOError(text) from error
+    except _DAMAGE as error:
+        raise _damaged(data, error) from error
     return records
 
 
+def _damaged(data: bytes, error: Exception) -> StorageIOError:
+    return StorageIOError(
+        f"a stored block record of {len(data)} bytes is damaged ({error}); run `kvcm index verify --repair`"
+    )
+
+
 def _location_of(header: bytes, chunk: bytes) -> Location:
-    before_chunk, after_chunk = _header_of(header)
+    before_chunk, after_chunk, _ = _header_of(header)
     # The constructor of a named tuple costs three times as much.
     return tuple.__new__(Location, (*before_chunk, chunk, *after_chunk))
 
@@ -233,10 +302,10 @@ def _header_bytes(header: tuple[Any, ...]) -> bytes:
 
 
 @lru_cache(_HEADERS_REMEMBERED)
-def _header_of(encoded: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _header_of(encoded: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
     header = _decode_header(encoded)
     header = header._replace(storage=sys.intern(header.storage), spec_names=_shared(header.spec_names))
-    return header[:5], header[5:]
+    return header[:5], header[5:], header[:]
 
 
 @lru_cache(1024)

@@ -29,9 +29,11 @@ __all__ = [
     "key_hex",
     "keys_hex",
     "mixed",
+    "mixed_array",
     "mixed_key",
     "pack_keys",
     "unmixed",
+    "unmixed_array",
     "unmixed_key",
     "unpack_keys",
 ]
@@ -69,7 +71,7 @@ def keys_hex(keys: Sequence[int]) -> list[str]:
     """Return `key_hex` of many mixed keys."""
     if len(keys) <= _FEW:
         return [key_hex(unmixed_key(key)) for key in keys]
-    digits = _unmixed(keys).byteswap(True).tobytes().hex(" ", _KEY_BYTES).split()
+    digits = unmixed_array(keys).byteswap(True).tobytes().hex(" ", _KEY_BYTES).split()
     found = list(map(str.lstrip, digits, repeat("0")))  # a loop in C
     return found if "" not in found else [text or "0" for text in found]
 
@@ -101,23 +103,29 @@ def mixed(keys: Sequence[int]) -> list[int]:
     its field: that becomes an array without a Python number per key."""
     if len(keys) <= _FEW:
         return [mixed_key(key) for key in keys]
+    found: list[int] = mixed_array(keys).tolist()
+    return found
+
+
+def mixed_array(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what `mixed` returns as an array."""
     numbers = np.array(keys, np.int64)
     for factor in _MIX:
         numbers *= factor
         numbers.byteswap(True)
-    found: list[int] = numbers.tolist()
-    return found
+    return numbers
 
 
 def unmixed(keys: Sequence[int]) -> list[int]:
     """Return the keys that `mixed` was given."""
     if len(keys) <= _FEW:
         return [unmixed_key(key) for key in keys]
-    found: list[int] = _unmixed(keys).tolist()
+    found: list[int] = unmixed_array(keys).tolist()
     return found
 
 
-def _unmixed(keys: Sequence[int]) -> NDArray[np.int64]:
+def unmixed_array(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what `unmixed` returns as an array."""
     numbers = np.array(keys, np.int64)
     for inverse in reversed(_UNMIX):
         numbers.byteswap(True)
@@ -127,7 +135,7 @@ def _unmixed(keys: Sequence[int]) -> NDArray[np.int64]:
 
 def encode_keys(keys: Sequence[int]) -> bytes:
     """Return what documents hold for mixed keys: 8 bytes each, little endian."""
-    return _unmixed(keys).tobytes()
+    return unmixed_array(keys).tobytes()
 
 
 def mixed_key(key: int) -> int:
@@ -149,7 +157,7 @@ def pack_keys(keys: Sequence[int]) -> Sequence[bytes]:
     """Return what stores hold for mixed keys: 8 bytes each, big endian, as they were before they were mixed."""
     if len(keys) <= _FEW:
         return [unmixed_key(key).to_bytes(_KEY_BYTES, signed=True) for key in keys]
-    return _cut_every_8_bytes(len(keys)).unpack(_unmixed(keys).byteswap().tobytes())
+    return _cut_every_8_bytes(len(keys)).unpack(unmixed_array(keys).byteswap(True).tobytes())
 
 
 def unpack_keys(members: Iterable[bytes]) -> list[int]:

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import tracemalloc
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from index_records import write
-from index_rig import location, record
+from index_rig import TableView, location, record
+from numpy.typing import NDArray
 from thoroughness import examples
 
 from kvcm.index.backends.backend import Access, Change, Rows, UniformRun
-from kvcm.index.backends.memory import BlockColumns, HeaderPool, MemoryBackend, WrittenColumns
+from kvcm.index.backends.memory import BlockColumns, HeaderPool, MemoryBackend, RowTable, WrittenColumns
 from kvcm.index.backends.rocks import load_index
+from kvcm.index.search_cache import compose_answer
 from kvcm.model.clock import SystemClock
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, StorageKey, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.store.rocks import RocksStore
 
+TABLE_KEYS = st.one_of(
+    st.integers(-3, 60),
+    st.integers(-20, 20).map(lambda number: number << 40),
+    st.integers(-(2**63), 2**63 - 1),
+)
 KEYS = st.sampled_from([*range(8), -1, 2**63 - 1, -(2**63)])
 PARENTS = st.sampled_from([None, 0, 0, 0, 1, -1, 2**63 - 1])  # few, so that blocks have many siblings
 LOCATIONS = st.builds(
@@ -37,6 +47,7 @@ RECORDS = st.builds(
 )
 COUNTS = st.dictionaries(KEYS, st.integers(1, 40_000))
 SESSIONS = st.sampled_from(["a1", "b2"])
+STORAGES: st.SearchStrategy[dict[str, int | None]] = st.sampled_from([{"nfs": 1}, {"nfs": None}])
 
 
 def run_location(session: str = "a1", size: int = 10) -> Location:
@@ -84,6 +95,137 @@ ENDS = st.builds(Ends, SESSIONS, st.sampled_from([0.0, 99.0]), st.integers(0, 1)
 
 def is_resident(record: BlockRecord | None) -> bool:
     return record is not None and any(place.status is LocationStatus.SERVING for place in record.locations)
+
+
+class RowTableMachine(RuleBasedStateMachine):
+    """A table of rows beside a dict; rows stay dense as those of columns do. Keys that differ in their high bits alone
+    have one home, and all of them stand in line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = array("q")
+        self.table = RowTable(self.keys)
+        self.rows: dict[int, int] = {}
+
+    @rule(keys=st.lists(TABLE_KEYS, unique=True, max_size=150))
+    def add_together(self, keys: list[int]) -> None:
+        new = array("q", [key for key in keys if key not in self.rows])
+        assert (self.table.free_slots(array("q", keys)) is None) is (len(new) < len(keys))
+        slots = self.table.free_slots(new)
+        assert slots is not None
+        self.rows.update(zip(new, range(len(self.rows), len(self.rows) + len(new)), strict=True))
+        self.keys.extend(new)
+        self.table.add_rows(slots)
+
+    @rule(key=TABLE_KEYS)
+    def add(self, key: int) -> None:
+        if key not in self.rows:
+            self.rows[key] = len(self.keys)
+            self.keys.append(key)
+            self.table.add_row()
+
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def remove(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.keys))):
+            row = data.draw(st.integers(0, len(self.keys) - 1))
+            del self.rows[self.keys[row]]
+            self.table.discard(row)
+            last = len(self.keys) - 1
+            if row != last:
+                self.table.move(last, row)
+                self.keys[row] = self.keys[last]
+                self.rows[self.keys[row]] = row
+            self.keys.pop()
+
+    @rule()
+    def build(self) -> None:
+        self.table = RowTable(self.keys)
+        self.table.build()
+
+    @rule()
+    def clear(self) -> None:
+        self.rows.clear()
+        del self.keys[:]
+        self.table.clear()
+
+    @rule(keys=st.lists(TABLE_KEYS, max_size=200))
+    def find(self, keys: list[int]) -> None:
+        expected = [self.rows.get(key) for key in keys]
+        assert list(map(self.table.get, keys)) == self.table.get_all(keys) == expected
+        numbers = [-1 if row is None else row for row in expected]
+        assert self.table.find(np.array(keys, np.int64)).tolist() == self.table.find(keys).tolist() == numbers
+
+    @invariant()
+    def all_are_found(self) -> None:
+        assert len(self.table) == len(self.rows)
+        assert self.table.get_all(self.keys) == list(range(len(self.keys)))
+
+
+class CountingTable(RowTable):
+    """Counts rows that are put into slots, those of before included."""
+
+    placed = 0
+
+    def _place(self, rows: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        self.placed += len(rows)
+        super()._place(rows, slots)
+
+
+@pytest.mark.parametrize("size", [1, 64, 1024])
+def test_no_addition_to_a_table_moves_many_rows(size: int) -> None:
+    """The table doubles several times meanwhile. A fixed number of rows moves at once, however many there are."""
+    random = np.random.default_rng(size)
+    all_keys = random.integers(-(2**63), 2**63 - 1, 200_000 if size > 1 else 20_000)
+    keys = array("q")
+    table = CountingTable(keys)
+    most = 0
+    for first in range(0, len(all_keys), size):
+        added = array("q", all_keys[first : first + size].tolist())
+        table.placed = 0
+        if size == 1:
+            keys.extend(added)
+            table.add_row()
+        else:
+            slots = table.free_slots(added)
+            assert slots is not None
+            keys.extend(added)
+            table.add_rows(slots)
+        most = max(most, table.placed)
+    assert 1000 < most <= 4096 + size
+    assert table.find(all_keys).tolist() == list(range(len(all_keys)))
+    assert table.find(~all_keys).max() == -1
+
+
+def test_rows_are_removed_and_added_while_a_table_grows() -> None:
+    """So many that it doubles often, with many rows in a line."""
+    random, keys, rows = Random(5), array("q"), dict[int, int]()
+    table = RowTable(keys)
+    for _ in range(400):
+        added = array("q", [random.randrange(1 << 16) - 1000 for _ in range(random.choice([3, 200]))])
+        added = array("q", [key for key in dict.fromkeys(added) if key not in rows])
+        slots = table.free_slots(added)
+        assert slots is not None
+        for key in added:
+            rows[key] = len(rows)
+        keys.extend(added)
+        table.add_rows(slots)
+        for row in random.sample(range(len(keys)), len(added) // 3):
+            if row >= len(keys):
+                continue
+            del rows[keys[row]]
+            table.discard(row)
+            if row != len(keys) - 1:
+                table.move(len(keys) - 1, row)
+                keys[row] = keys[-1]
+                rows[keys[row]] = row
+            keys.pop()
+    assert len(rows) == len(table) > 10_000
+    asked = range(-2000, 1 << 16)
+    assert table.get_all(asked) == list(map(rows.get, asked)) == list(map(table.get, asked))
+
+
+TestRowTable = RowTableMachine.TestCase
+TestRowTable.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None, derandomize=True)
 
 
 class Follower:
@@ -253,6 +395,18 @@ class ColumnsMachine(RuleBasedStateMachine):
         for key in counts.keys() & self.records.keys():
             if is_resident(self.records[key]):
                 self.accesses[key] = Access(at, counts[key])
+
+    @rule(keys=st.lists(KEYS, max_size=9), many=st.booleans(), storages=STORAGES, stop_at_miss=st.booleans())
+    def answer(self, keys: list[int], many: bool, storages: dict[str, int | None], stop_at_miss: bool) -> None:
+        """Compose answers without a record per block."""
+        keys = 12 * keys if many else keys
+        compose = partial(compose_answer, view=TableView(storages))
+        expected = [compose(self.records[key]) if key in self.records else None for key in keys]
+        if stop_at_miss and None in expected:
+            del expected[expected.index(None) :]
+        found, missing = self.columns.answers(keys, compose, stop_at_miss=stop_at_miss)
+        assert found == expected
+        assert stop_at_miss or missing == sum(key not in self.records for key in keys)
 
     @rule()
     def clear(self) -> None:
@@ -449,7 +603,7 @@ async def test_keys_that_come_and_go_leave_nothing_behind() -> None:
     blocks = backend._blocks
     assert (backend.key_count, backend.usage_bytes) == (0, {NFS: 0})
     assert [len(column) for column in blocks._columns] == [0] * len(blocks._columns)
-    assert (blocks._rows, blocks._orphans, len(backend._due)) == ({}, {}, 0)
+    assert (len(blocks._rows), blocks._orphans, len(backend._due)) == (0, {}, 0)
     assert len(backend._due._heap) <= 64
     assert len(blocks._pool) <= 1024 + 1
 

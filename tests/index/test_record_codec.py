@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcm.index.backends.memory import unpack
 from kvcm.index.codec import (
     StampedRecord,
+    decode_columns,
     decode_payload,
+    decode_payloads,
     decode_record,
     encode_payload,
     encode_payloads,
@@ -43,6 +47,8 @@ RECORDS = st.builds(
     depth=st.integers(0, 2**40),
     locations=st.lists(LOCATIONS, max_size=4).map(tuple),
 )
+SEVERAL = st.lists(LOCATIONS, min_size=1, max_size=3).map(tuple)
+LOCATION = Location("id", "nfs", StorageType.ST_NFS, LocationStatus.SERVING, ("kv",), b"chunk", 10, 5.0)
 
 CHUNK = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("tp0", "file://nfs/a")])
 PLACE = Location("ab", "nfs", StorageType.ST_NFS, LocationStatus.WRITING, ("tp0",), CHUNK, 300, 1.5, "session", 2.0)
@@ -65,17 +71,45 @@ def test_records_come_back_equal(record: BlockRecord) -> None:
 
 
 @settings(deadline=None)
+@given(records=st.lists(st.builds(BlockRecord, st.none() | KEYS, st.integers(0, 2**31 - 1), SEVERAL), max_size=9))
+def test_columns_hold_what_the_records_do(records: list[BlockRecord]) -> None:
+    columns = decode_columns(list(map(encode_payload, records)))
+    assert columns.parents.tolist() == [record.parent or 0 for record in records]
+    assert columns.depths.tolist() == [~each.depth if each.parent is None else each.depth for each in records]
+    assert list(map(unpack, columns.headers, columns.chunks)) == [record.locations for record in records]
+    assert decode_payloads(list(map(encode_payload, records))) == records
+
+
+@pytest.mark.parametrize(
+    ("payload", "named"),
+    [
+        (b"\x63", "version 99"),
+        (b"\x01", "damaged"),
+        (b"\x01\x94\xc0\x00\x01\xc4\x00", "damaged"),
+        (b"\x01\x92\xc0\x00", "no location"),
+        (encode_payload(BlockRecord(None, 2**31, (LOCATION,))), "damaged"),
+    ],
+)
+def test_a_damaged_record_makes_no_columns(payload: bytes, named: str) -> None:
+    whole = encode_payload(BlockRecord(None, 0, (LOCATION,)))
+    with pytest.raises(StorageIOError, match=named):
+        decode_columns([whole, payload])
+
+
+@settings(deadline=None)
 @given(
     keys=st.lists(KEYS, min_size=1, max_size=4),
     parent=st.none() | KEYS,
-    depth=st.integers(0, 2**40),
+    depth=st.integers(0, 2**31 - 5),
     location=LOCATIONS,
 )
 def test_a_run_is_encoded_as_its_records(keys: list[int], parent: int | None, depth: int, location: Location) -> None:
     run = BlockRun(keys, parent, depth, location._replace(chunk=b""), [b"%d" % key for key in keys])
     records = list(run.records())
-    links = [(record.parent, record.depth) for record in records]
-    assert encode_payloads(run.location, links, run.chunks) == list(map(encode_payload, records))
+    parents = np.array([record.parent or 0 for record in records], np.int64)
+    depths = np.array([~record.depth if record.parent is None else record.depth for record in records], np.int32)
+    payloads = encode_payloads(run.location, parents, depths, run.chunks)
+    assert payloads == list(map(encode_payload, records))
 
 
 def test_the_format_is_the_one_that_is_on_disks() -> None:

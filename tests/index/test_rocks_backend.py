@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from index_records import check_sums, write
 from thoroughness import examples
 
-from kvcm.index.backends.backend import Access, Change, UniformRun
+from kvcm.index.backends.backend import Access, Change, ResidentBlocks, UniformRun
+from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
@@ -200,6 +201,101 @@ async def test_any_history_with_restarts_leaves_what_a_dict_would_hold(
         for uid in UIDS:
             await models[uid].agrees_with(index.backend(uid))
         await store.close()
+
+
+def random_blocks(random: Random, keys: list[int]) -> dict[int, BlockRecord]:
+    """Blocks of sessions of a few, some with several locations; their parents are others, missing blocks or none."""
+    found, session = dict[int, BlockRecord](), [location("a", LocationStatus.SERVING, 1, 0.0)]
+    for key in keys:
+        if random.random() < 0.1:
+            count = random.choice([1, 1, 1, 2])
+            status = random.choices(list(LocationStatus), [1, 8, 1])[0]
+            session = [location(f"{key}-{each}", status, random.randrange(9), float(key % 97)) for each in range(count)]
+        parent = random.choice([None, random.choice(keys), random.choice(keys), -key - 1])
+        places = tuple(each._replace(chunk=each.chunk + bytes((0x22, 1, key % 7))) for each in session)
+        found[key] = BlockRecord(parent, random.randrange(2000), places)
+    return found
+
+
+async def check_all(backend: RocksBackend, model: Model, keys: list[int]) -> None:
+    """Compare all blocks, and what follows from them."""
+    assert await backend.get_many(keys) == [model.records.get(key) for key in keys]
+    assert await backend.accesses(keys) == [model.accesses.get(key) for key in keys]
+    families = dict[int | None, list[int]]()
+    for key, record in model.records.items():
+        families.setdefault(record.parent, []).append(key)
+    parents = [*keys, *(-key - 1 for key in keys)]
+    assert await backend.families(parents) == [sorted(families.get(parent, [])) for parent in parents]
+    due = {key: record.due for key, record in model.records.items() if record.due is not None}
+    assert await backend.due(1e9, len(due) + 1) == sorted(due, key=lambda key: (due[key], key))
+    assert backend.key_count == len(model.records)
+    await check_sums(backend)
+
+
+async def check_equal(backend: MemoryBackend, memory: MemoryBackend, keys: list[int]) -> None:
+    """Compare a backend that was loaded with one whose blocks were written one by one: all but the order of rows."""
+    assert await backend.get_many(keys) == await memory.get_many(keys)
+    assert await backend.accesses(keys) == await memory.accesses(keys)
+    assert await backend.families(keys) == await memory.families(keys)
+    assert backend.usage_bytes == memory.usage_bytes
+    assert backend.deleting_bytes == memory.deleting_bytes
+    assert backend.deleting_keys == memory.deleting_keys
+    assert backend.due_from == memory.due_from
+    assert await backend.due(1e9, len(keys)) == await memory.due(1e9, len(keys))
+    ours, theirs = (by_key(each.observe(None).residents()) for each in (backend, memory))
+    assert ours == theirs
+    ours, theirs = (each.answers(keys, chunk_of, stop_at_miss=False) for each in (backend, memory))
+    assert ours == theirs
+    assert set(ours) > {None}
+
+
+def by_key(blocks: ResidentBlocks) -> list[tuple[Any, ...]]:
+    """All columns but the rows, sorted."""
+    return sorted(zip(*(column.tolist() for column in blocks[1:]), strict=True))
+
+
+def chunk_of(record: BlockRecord) -> bytes | None:
+    serving = [place.chunk for place in record.locations if place.status is LocationStatus.SERVING]
+    return max(serving, default=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_thousands_of_blocks_are_loaded_in_columns_as_they_were(tmp_path: Path, seed: int) -> None:
+    """Of two registrations that share a batch of rows; and the blocks can be changed afterwards."""
+    random, models = Random(seed), {uid: Model() for uid in (7, 9)}
+    memories = {uid: MemoryBackend() for uid in models}
+    store, index = opened(tmp_path)
+    keys = {uid: random.sample(range(10**9), 6000) for uid in models}
+    for uid, model in models.items():
+        blocks = random_blocks(random, keys[uid])
+        for each in (index.backend(uid), memories[uid]):
+            await write(each, dict(blocks))
+        read = {key: random.randrange(1, 70_000) for key in random.sample(keys[uid], 2000)}
+        for each in (index.backend(uid), memories[uid]):
+            await each.touch(read, 1000 + uid)
+        for key, record in blocks.items():
+            model.write(key, record)
+        for key, count in read.items():
+            model.touch(key, count, 1000 + uid, moves=True)
+    store.log.append([(b"a" + (9).to_bytes(4) + (-5).to_bytes(8, signed=True), b"damaged, of no block")])
+    store, index = await reopened(store, tmp_path)
+    for uid, model in models.items():
+        await check_all(index.backend(uid), model, keys[uid])
+        await check_equal(index.backend(uid), memories[uid], keys[uid])
+        gone = random.sample(keys[uid], 1500)
+        await write(index.backend(uid), dict.fromkeys(gone))
+        for key in gone:
+            model.write(key, None)
+        again = random_blocks(random, gone[:300])
+        await write(index.backend(uid), dict(again))
+        for key, record in again.items():
+            model.write(key, record)
+        missing = next(record.parent for record in model.records.values() if (record.parent or 0) < 0)
+        run = run_of([missing, 10**10], None, 3.0)
+        assert index.backend(uid).begin(run) is not None
+        assert model.begin(run)
+        await check_all(index.backend(uid), model, [*keys[uid], missing, 10**10])
+    await store.close()
 
 
 async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_together(tmp_path: Path) -> None:

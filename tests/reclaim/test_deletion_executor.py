@@ -203,7 +203,7 @@ async def running(rig: Rig, is_leader: Callable[[], bool] = lambda: True) -> Asy
 
 
 def is_gone(rig: Rig, *keys: int) -> bool:
-    return not any(key in rig.backend._blocks for key in keys)
+    return not rig.backend.present(keys)
 
 
 async def test_only_the_leader_deletes() -> None:

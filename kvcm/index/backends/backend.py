@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import ScriptCall
@@ -22,6 +25,7 @@ __all__ = [
     "FinishRun",
     "IndexBackend",
     "PlaceTally",
+    "ResidentBlocks",
     "RowObserver",
     "Rows",
     "SharedBackend",
@@ -31,6 +35,7 @@ __all__ = [
     "Written",
     "is_leaving",
     "is_resident",
+    "read_answers",
     "read_records",
     "stored_at",
     "sums_of",
@@ -134,6 +139,34 @@ class RowObserver(Protocol):
         recent first."""
 
 
+class ResidentBlocks(NamedTuple):
+    """Blocks that are resident, in columns of equal length.
+
+    Attributes:
+        rows: of the blocks, ascending.
+        keys: of the blocks.
+        depths: in their chains.
+        written_at: unix seconds, of the first serving location.
+        read_at: unix seconds, as `Access.at`.
+        reads: as `Access.reads`.
+        priorities: the highest of the serving locations.
+        size_bytes: of all serving locations.
+    """
+
+    rows: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    written_at: NDArray[np.float64]
+    read_at: NDArray[np.int64]
+    reads: NDArray[np.int64]
+    priorities: NDArray[np.int64]
+    size_bytes: NDArray[np.int64]
+
+    def take(self, places: NDArray[np.int64]) -> ResidentBlocks:
+        """Return the blocks at these places, in their order."""
+        return ResidentBlocks._make([column[places] for column in self])
+
+
 class Rows(Protocol):
     """The blocks of one index by row."""
 
@@ -163,6 +196,9 @@ class Rows(Protocol):
 
     def children(self, row: int) -> Iterator[int]:
         """Yield the rows of the blocks that directly follow."""
+
+    def residents(self) -> ResidentBlocks:
+        """Return all resident blocks: what the other methods say of each, in a tenth of the time."""
 
 
 # Sums over records (invariant 4): bytes of locations by place, and blocks being deleted.
@@ -269,6 +305,12 @@ class PlaceTally:
     def add(self, place: StorageKey, size_bytes: int) -> None:
         """Count bytes that are not being deleted."""
         self._used[place] += size_bytes
+
+    def add_equal(self, record: BlockRecord, count: int) -> None:
+        """Count what so many records take that are like this one."""
+        self.deleting_blocks += count * is_leaving(record)
+        for location in record[2]:
+            self._add(location, count * location[6])
 
     def update(self, other: PlaceTally) -> None:
         """Add what another one has summed up."""
@@ -427,6 +469,21 @@ class IndexBackend(Protocol):
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order; None where there is none."""
 
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> list[bytes | None] | None:
+        """Return what `compose` makes of the record of each key, None where it makes nothing or there is no record.
+
+        Args:
+            keys: in order.
+            compose: makes of a record with one location that location's chunk or None, whatever the chunk is, the
+                parent and the depth; so it is not called for each block.
+            stop_at_miss: return only the answers before the first None.
+
+        Returns:
+            The answers. None where reading may suspend.
+        """
+
     async def write_many(self, changes: Sequence[Change]) -> Written:
         """Compare and set: where a record still is `old`, store `new`, or remove it if that is None.
 
@@ -553,6 +610,18 @@ async def read_records(backend: IndexBackend, keys: Sequence[int]) -> list[Block
         measures["meta_indexer.query_batch_num"] = so_far("meta_indexer.query_batch_num", 0) + 1
         measures["meta_indexer.get_not_exist_key_count"] = so_far("meta_indexer.get_not_exist_key_count", 0) + absent
     return records
+
+
+def read_answers(
+    backend: IndexBackend, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+) -> list[bytes | None]:
+    """Do `answers` of a backend that never suspends."""
+    with timed("meta_indexer.get_io_time_us"):
+        answers = backend.answers(keys, compose, stop_at_miss=stop_at_miss)
+    assert answers is not None
+    if current_measures() is not None:
+        measure("meta_indexer.query_batch_num", 1)
+    return answers
 
 
 async def write_changes(backend: IndexBackend, changes: Sequence[Change]) -> Written:

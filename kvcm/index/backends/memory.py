@@ -1,18 +1,18 @@
 """Records in the memory of the process: the reference backend, lost with the process.
 
-`BlockColumns` keeps one row per block in columns; `MemoryBackend` adds due times and usage sums (invariant 4). No
-method suspends, so every call is atomic on one event loop.
+`BlockColumns` keeps one row per block in columns, which `RowTable` finds by key; `MemoryBackend` adds due times and
+usage sums (invariant 4). No method suspends, so every call is atomic on one event loop.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from heapq import nsmallest
 from itertools import groupby
 from random import Random
 from sys import getrefcount
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from kvcm.index.backends.backend import (
     Change,
     FinishRun,
     PlaceTally,
+    ResidentBlocks,
     RowObserver,
     Rows,
     UniformRun,
@@ -35,9 +36,21 @@ from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 from kvcm.store.memory import DueQueue
 from kvcm.store.store import Revision
+from kvcm.telemetry.metrics import current_measures, measure
 from kvcm.telemetry.tracing import staged
 
-__all__ = ["BlockColumns", "Chunks", "Header", "HeaderPool", "Headers", "MemoryBackend", "WrittenColumns", "unpack"]
+__all__ = [
+    "BlockColumns",
+    "Chunks",
+    "Header",
+    "HeaderPool",
+    "Headers",
+    "MemoryBackend",
+    "RowTable",
+    "StoredBlocks",
+    "WrittenColumns",
+    "unpack",
+]
 
 # Locations packed for memory.
 #
@@ -67,12 +80,46 @@ def _header_of(location: Location) -> Header:
 def unpack(headers: Headers, chunks: Chunks) -> tuple[Location, ...]:
     """Return the locations of a block."""
     if type(chunks) is bytes:
-        of = cast("Header", headers)
-        # Spelled out: slices and a function call would double the time.
-        fields = (of[0], of[1], of[2], of[3], of[4], chunks, of[5], of[6], of[7], of[8], of[9], of[10])
+        # Spelled out: slices would double the time.
+        id_, storage, kind, status, specs, size, written_at, session, deadline, priority, pinned = cast(
+            "Header", headers
+        )
+        fields = (id_, storage, kind, status, specs, chunks, size, written_at, session, deadline, priority, pinned)
         return (_new_location(Location, fields),)
     pairs = zip(cast("tuple[Header, ...]", headers), cast("tuple[bytes, ...]", chunks), strict=True)
     return tuple([_new_location(Location, (*head[:5], chunk, *head[5:])) for head, chunk in pairs])
+
+
+def _all_headers(headers: Headers) -> tuple[Header, ...]:
+    """Return the headers of all locations of a block, also where there is one only."""
+    return headers if type(headers[0]) is tuple else (cast("Header", headers),)
+
+
+def _kinds_of(headers: Sequence[Headers]) -> tuple[list[Headers], NDArray[np.int64]]:
+    """Return the distinct ones of many headers, and for each of all its number among those; equal headers that are not
+    one object may count as two. Of a million blocks some thousands are distinct, and all the rest are loops in C."""
+    _, first, kind_of = np.unique(
+        np.fromiter(map(id, headers), np.int64, len(headers)), return_index=True, return_inverse=True
+    )
+    return [headers[place] for place in first.tolist()], kind_of
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks as they are read from a store, in columns.
+
+    Attributes:
+        keys: of the blocks, distinct.
+        parents: of the blocks, 0 where there is none.
+        depths: in their chains; the complement where there is no parent.
+        headers: of their locations.
+        chunks: of their locations.
+    """
+
+    keys: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int32]
+    headers: Sequence[Headers]
+    chunks: Sequence[Chunks]
 
 
 class HeaderPool:
@@ -93,10 +140,14 @@ class HeaderPool:
         if len(locations) == 1:
             location = locations[0]
             return self.share(location[:5] + location[6:]), location[5]
-        return (
-            tuple([self.share(_header_of(location)) for location in locations]),
-            tuple([location.chunk for location in locations]),
-        )
+        headers = tuple([_header_of(location) for location in locations])
+        return self.share_all(headers), tuple([location.chunk for location in locations])
+
+    def share_all(self, headers: Headers) -> Headers:
+        """Do `share` for all locations of a block."""
+        if type(headers[0]) is tuple:
+            return tuple([self.share(header) for header in headers])
+        return self.share(cast("Header", headers))
 
     def clear(self) -> None:
         """Forget all headers; those in use stay as they are."""
@@ -120,7 +171,273 @@ class HeaderPool:
         self._most = 2 * len(self._headers) + _LEAST_POOL_SIZE
 
 
-# Blocks in columns: one row per block, a dict from key to row.
+# Rows by key: a hash table of row numbers, whose keys are in a column anyway.
+#
+# A dict takes some 120 bytes per block, most of them for the two numbers as objects, and doubles at once, which stops
+# the event loop for a second where there are millions. This takes 12 bytes and grows by 4,096 slots at a time. One
+# lookup costs Python twice as much as in a dict; so many keys are looked up together, in a few steps of numpy, which
+# cost about as much as a dict does, and less where there are millions.
+#
+# The home of a key is the slot that its low bits number. These are random, and no client can choose keys with one home,
+# since keys are mixed with a secret (`kvcm.model.keys`). Where that slot does not exist yet, the home has one bit less
+# (linear hashing: W. Litwin, "Linear hashing: a new tool for file and table addressing", VLDB 1980). So new slots take
+# rows from as many others, and all other rows stay where they are.
+#
+# Invariants:
+#
+# * Linear probing: from the home of a key to the slot with its row no slot is empty.
+# * There are three homes per row at least. The homes that were not divided since their number doubled last have twice
+#   the rows of the others, so two of three are taken at most.
+# * The slots behind the last home take rows that find no slot before them. The last slot is empty.
+#
+# Rejected: two tables while one grows (each lookup asks both, and both take memory); segments that grow one by one (a
+# lookup has to find the segment first).
+
+_EMPTY = -1
+_SLOTS_PER_ROW = 3
+_LEAST_SLOTS = 64
+_MOST_ADDED = 4096
+_TAIL = array("i", (_EMPTY,)) * 64
+_FEW_KEYS = 80  # up to so many are looked up one by one
+_FEW_LEFT = 48  # so are these, when the others are found or have their slots
+_PLACED_ROWS = 1 << 16  # at a time, of many: what numpy needs for them stays in the caches
+
+
+Slots: TypeAlias = list[int] | NDArray[np.int64]
+
+
+class RowTable:
+    """Finds the rows of keys.
+
+    Args:
+        keys: by row, int64 as array("q"). It belongs to the caller, who reports each change to the table.
+    """
+
+    __slots__ = ("_count", "_half", "_homes", "_keys", "_slots")
+
+    def __init__(self, keys: array[int]) -> None:
+        self._keys = keys
+        self.clear()
+
+    def __len__(self) -> int:
+        return self._count
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._count = 0
+        self._allocate(_LEAST_SLOTS)
+
+    def get(self, key: int) -> int | None:
+        """Return the row of a key, None without one."""
+        slots, keys, half = self._slots, self._keys, self._half
+        slot = key & 2 * half - 1
+        if slot >= self._homes:
+            slot -= half
+        while (row := slots[slot]) != _EMPTY:
+            if keys[row] == key:
+                return row
+            slot += 1
+        return None
+
+    def get_all(self, keys: Collection[int]) -> Sequence[int | None]:
+        """Return the row of every key, in order."""
+        if len(keys) <= _FEW_KEYS:
+            return self._get_few(keys)
+        found = self.find(keys)
+        if found.max(initial=_EMPTY) == _EMPTY:
+            return [None] * len(found)
+        rows: list[int | None] = found.tolist()
+        return rows if found.min() != _EMPTY else [None if row == _EMPTY else row for row in rows]
+
+    def _get_few(self, keys: Iterable[int]) -> list[int | None]:
+        """Do `get_all` with what `get` does, without the call for each key."""
+        slots, all_keys, half, homes = self._slots, self._keys, self._half, self._homes
+        low = 2 * half - 1
+        found: list[int | None] = []
+        for key in keys:
+            slot = key & low
+            if slot >= homes:
+                slot -= half
+            while (row := slots[slot]) != _EMPTY and all_keys[row] != key:
+                slot += 1
+            found.append(None if row == _EMPTY else row)
+        return found
+
+    def find(self, keys: Collection[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the row of every key, in order; `_EMPTY` without one."""
+        if isinstance(keys, np.ndarray):
+            return self._probe(keys)[1]
+        if len(keys) <= _FEW_KEYS:
+            return np.array([_EMPTY if row is None else row for row in self._get_few(keys)], np.int32)
+        return self._probe(np.fromiter(keys, np.int64, len(keys)))[1]
+
+    def free_slots(self, keys: array[int]) -> Slots | None:
+        """Make space for keys. Return the slots at which a lookup of each ends; None where one has a row."""
+        self._grow(self._count + len(keys))
+        if len(keys) <= _FEW_KEYS:
+            return self._free_slots_of_few(keys)
+        slots, rows = self._probe(np.frombuffer(keys, np.int64))
+        return slots if rows.max() == _EMPTY else None
+
+    def _free_slots_of_few(self, keys: Iterable[int]) -> Slots | None:
+        slots, all_keys, half, homes = self._slots, self._keys, self._half, self._homes
+        low = 2 * half - 1
+        found: list[int] = []
+        for key in keys:
+            slot = key & low
+            if slot >= homes:
+                slot -= half
+            while (row := slots[slot]) != _EMPTY:
+                if all_keys[row] == key:
+                    return None
+                slot += 1
+            found.append(slot)
+        return found
+
+    def add_rows(self, slots: Slots) -> None:
+        """Add the last rows, which came behind those that are known; their keys are new and distinct.
+
+        Args:
+            slots: what `free_slots` returned for these keys just now.
+        """
+        first, self._count = self._count, len(self._keys)
+        if isinstance(slots, list):
+            self._place_few(range(first, self._count), slots)
+        else:
+            self._place(np.arange(first, self._count, dtype=np.int32), slots)
+
+    def add_row(self) -> None:
+        """Add the last row, which came behind those that are known; its key is new."""
+        row, self._count = self._count, self._count + 1
+        self._grow(self._count)
+        self._place_few((row,), (self._home_of(self._keys[row]),))
+
+    def build(self) -> None:
+        """Add all rows to an empty table, in one step: a tenth of the time of `add_rows`."""
+        assert not self._count
+        self._count = len(self._keys)
+        wanted = _SLOTS_PER_ROW * self._count
+        self._allocate(1 << max(wanted, _LEAST_SLOTS).bit_length() - 1)
+        if wanted > self._homes:
+            missing = -(-(wanted - self._homes) // _MOST_ADDED) * _MOST_ADDED
+            self._add_homes(min(missing, self._half))
+        keys = np.frombuffer(self._keys, np.int64)
+        for first in range(0, self._count, _PLACED_ROWS):
+            end = min(first + _PLACED_ROWS, self._count)
+            self._place(np.arange(first, end, dtype=np.int32), self._homes_of(keys[first:end]))
+
+    def discard(self, row: int) -> None:
+        """Forget a row, whose key is still in the column."""
+        slots, keys, half, homes = self._slots, self._keys, self._half, self._homes
+        gap = slot = self._slot_of(row)
+        while (other := slots[slot := slot + 1]) != _EMPTY:
+            home = keys[other] & 2 * half - 1
+            if home >= homes:
+                home -= half
+            if home <= gap:
+                slots[gap] = other
+                gap = slot
+        slots[gap] = _EMPTY
+        self._count -= 1
+
+    def move(self, row: int, to: int) -> None:
+        """Call a row `to`, while its key is where it was."""
+        self._slots[self._slot_of(row)] = to
+
+    def _home_of(self, key: int) -> int:
+        home = key & 2 * self._half - 1
+        return home if home < self._homes else home - self._half
+
+    def _homes_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        homes = keys & 2 * self._half - 1
+        homes -= (homes >= self._homes) * self._half
+        return homes
+
+    def _slot_of(self, row: int) -> int:
+        slots = self._slots
+        slot = self._home_of(self._keys[row])
+        while slots[slot] != row:
+            slot += 1
+        return slot
+
+    def _allocate(self, homes: int) -> None:
+        """Begin with so many slots, a power of 2."""
+        self._homes = self._half = homes
+        self._slots = array("i", (_EMPTY,)) * homes + _TAIL
+
+    def _add_homes(self, count: int) -> None:
+        self._slots.extend(array("i", (_EMPTY,)) * count)
+        self._homes += count
+        if self._homes == 2 * self._half:
+            self._half = self._homes
+
+    def _grow(self, count: int) -> None:
+        """Make space for so many rows in all: one more row moves two others on average."""
+        while _SLOTS_PER_ROW * count > self._homes:
+            added = min(self._half, _MOST_ADDED)
+            first = self._homes - self._half
+            end = self._slots.index(_EMPTY, first + added)
+            slots = np.array(self._slots[first:end])
+            self._slots[first:end] = array("i", (_EMPTY,)) * (end - first)
+            self._add_homes(added)
+            rows = slots[slots != _EMPTY]  # also those from before, which found no place there
+            self._place(rows, self._homes_of(np.frombuffer(self._keys, np.int64)[rows]))
+
+    def _place(self, rows: NDArray[np.int32], slots: NDArray[np.int64]) -> None:
+        """Put rows into the first empty slots from these on."""
+        while rows.size > _FEW_LEFT:
+            if slots.max() + 1 >= len(self._slots):
+                self._slots.extend(_TAIL)
+            view = np.frombuffer(self._slots, np.int32)
+            is_free = view.take(slots) == _EMPTY
+            view[slots[is_free]] = rows[is_free]  # of several rows the last one gets the slot
+            left = np.flatnonzero(view.take(slots) != rows)
+            rows, slots = rows.take(left), slots.take(left) + 1
+            del view  # an array cannot grow while a view of it lives
+        self._place_few(rows.tolist(), slots.tolist())
+
+    def _place_few(self, rows: Iterable[int], slots: Iterable[int]) -> None:
+        all_slots = self._slots
+        for row, slot in zip(rows, slots, strict=True):
+            while all_slots[slot] != _EMPTY:
+                slot += 1
+            all_slots[slot] = row
+            if slot + 1 == len(all_slots):
+                all_slots.extend(_TAIL)
+
+    def _probe(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the slot with the row of each key, or the empty slot at which its lookup ends without one; and what
+        is in these slots."""
+        slots = self._homes_of(keys)
+        column, view = np.frombuffer(self._keys, np.int64), np.frombuffer(self._slots, np.int32)
+        if not self._count:
+            return slots, view.take(slots)
+        rows = view.take(slots)
+        # The last row stands for an empty slot here: a key that has that row meets no empty slot before.
+        left = np.flatnonzero((column.take(rows) != keys) & (rows != _EMPTY))
+        wanted, behind = keys.take(left), slots.take(left)
+        while left.size > _FEW_LEFT:
+            behind += 1
+            others = view.take(behind)
+            slots[left], rows[left] = behind, others
+            still = np.flatnonzero((column.take(others) != wanted) & (others != _EMPTY))
+            left, wanted, behind = left.take(still), wanted.take(still), behind.take(still)
+        self._probe_behind(left, keys, slots, rows)
+        return slots, rows
+
+    def _probe_behind(
+        self, left: NDArray[np.int64], keys: NDArray[np.int64], slots: NDArray[np.int64], rows: NDArray[np.int32]
+    ) -> None:
+        """Complete the lookups of a few keys, which met others in their slots so far."""
+        all_slots, all_keys = self._slots, self._keys
+        for place, key, slot in zip(left.tolist(), keys.take(left).tolist(), slots.take(left).tolist(), strict=True):
+            behind = slot + 1
+            while (row := all_slots[behind]) != _EMPTY and all_keys[row] != key:
+                behind += 1
+            slots[place], rows[place] = behind, row
+
+
+# Blocks in columns: one row per block.
 #
 # Arrays and lists by row cost a third of what objects per block cost, and leave the garbage collector next to nothing
 # to walk through. Rejected: a tuple per block (50 bytes more, and a dict of children beside it), free rows behind
@@ -136,6 +453,7 @@ class HeaderPool:
 _NO_ROW = -1
 """Where a column of rows has none."""
 _MOST_READS = (1 << 16) - 1
+_FEW_TOUCHED = 8  # up to so many blocks are touched one by one
 _SERVING = LocationStatus.SERVING
 _new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
 
@@ -163,11 +481,11 @@ class BlockColumns:
     )
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
         self._orphans: dict[int, int] = {}
         self._pool = HeaderPool()
         self._observer: RowObserver | None = None
         self._keys = array("q")
+        self._rows = RowTable(self._keys)
         self._parents = array("q")
         self._depths = array("i")  # the complement where there is no parent
         self._headers: list[Headers] = []
@@ -193,8 +511,9 @@ class BlockColumns:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __contains__(self, key: int) -> bool:
-        return key in self._rows
+    def present(self, keys: Sequence[int]) -> list[int]:
+        """Return those of the keys that have a record."""
+        return [key for key, row in zip(keys, self._rows.get_all(keys), strict=True) if row is not None]
 
     def keys(self) -> array[int]:
         """Return all keys; a copy of numbers, since one of objects would stop the loop for longer and hold on to them
@@ -203,29 +522,53 @@ class BlockColumns:
 
     def sample(self, count: int, random: Random) -> list[int]:
         """Return `count` distinct keys (all, if there are fewer), each equally likely."""
-        if count >= len(self._rows):
-            return list(self._rows)
-        return [self._keys[row] for row in random.sample(range(len(self._rows)), count)]
+        if count >= len(self._keys):
+            return self._keys.tolist()
+        return [self._keys[row] for row in random.sample(range(len(self._keys)), count)]
 
     def get(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Return the records of `keys`, in order; None where there is none."""
         all_headers, all_chunks, depths, parents = self._headers, self._chunks, self._depths, self._parents
-        if self._rows.keys().isdisjoint(keys):
-            return [None] * len(keys)
+        rows = self._rows.get_all(keys)
         records: list[BlockRecord | None] = []
-        for row in map(self._rows.get, keys):
+        if rows.count(None) == len(rows):
+            return [None] * len(rows)
+        for row in rows:
             if row is None:
                 records.append(None)
                 continue
-            of, chunk = all_headers[row], all_chunks[row]
-            if type(chunk) is bytes:  # what `unpack` does, without the call
-                locations: tuple[Location, ...] = (_new_location(Location, (*of[:5], chunk, *of[5:])),)
-            else:
-                locations = unpack(of, chunk)
+            locations = unpack(all_headers[row], all_chunks[row])
             depth = depths[row]
             chain = (None, ~depth) if depth < 0 else (parents[row], depth)
             records.append(_new_record(BlockRecord, (*chain, locations)))
         return records
+
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> tuple[list[bytes | None], int]:
+        """Return what `IndexBackend.answers` does, and how many of these keys have no record."""
+        all_headers, all_chunks = self._headers, self._chunks
+        found: list[bytes | None] = []
+        missing = 0
+        is_answer: dict[int, bool] = {}  # by header: the blocks of a write share theirs
+        rows = map(self._rows.get, keys) if len(keys) <= _FEW_KEYS else self._rows.get_all(keys)
+        for row in rows:
+            answer: bytes | None = None
+            if row is None:
+                missing += 1
+            elif type(chunk := all_chunks[row]) is bytes:
+                headers = all_headers[row]
+                is_known = is_answer.get(id(headers))
+                if is_known is None:
+                    is_known = is_answer[id(headers)] = compose(_unchained(headers, chunk)) is not None
+                if is_known:
+                    answer = chunk
+            else:
+                answer = compose(_unchained(all_headers[row], chunk))
+            if answer is None and stop_at_miss:
+                break
+            found.append(answer)
+        return found, missing
 
     def swap(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> bool:
         """Put `new` in the place of `old`, None being no record, and return True; or return False if `old` is not
@@ -245,20 +588,16 @@ class BlockColumns:
             self._replace(row, old, new)
         return True
 
-    def insert(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
-        """Add the record of a key that has none, with its last access if it was read before."""
-        self._insert(key, record, access)
-
     def clear(self) -> None:
         """Remove all."""
         if self._observer is not None:
             for row in filter(self.is_resident, reversed(range(len(self._keys)))):
                 self._observer.removed(row)
-        self._rows.clear()
         self._orphans.clear()
         self._pool.clear()
         for column in self._columns:
             del column[:]
+        self._rows.clear()
 
     def family(self, key: int) -> list[int]:
         """Return the keys of the blocks whose parent is `key`, in order of their keys."""
@@ -268,17 +607,32 @@ class BlockColumns:
 
     def touch(self, counts: Mapping[int, int], at: int, *, moves: bool) -> None:
         """Add reads by key, and set the time to unix time `at` if it moves; keys without a record are left."""
-        found = list(map(self._rows.get, counts))
-        rows, times = [row for row in found if row is not None], list(counts.values())
-        if len(rows) < len(found):
-            times = [count for count, row in zip(times, found, strict=True) if row is not None]
-        if not rows:
+        if len(counts) <= _FEW_TOUCHED:
+            self._touch_few(counts, whole_seconds(at) if moves else 0)
             return
-        self._set_accesses(np.array(rows), np.array(times), whole_seconds(at) if moves else None)
+        rows, times = self._rows.find(counts), np.fromiter(counts.values(), np.int64, len(counts))
+        if rows.size and rows.min() == _EMPTY:
+            rows, times = rows[rows != _EMPTY], times[rows != _EMPTY]
+        if not rows.size:
+            return
+        self._set_accesses(rows, times, whole_seconds(at) if moves else None)
         if self._observer is not None:
+            self._observer.touched_together(rows.tolist(), times.tolist())
+
+    def _touch_few(self, counts: Mapping[int, int], at: int) -> None:
+        rows: list[int] = []
+        times: list[int] = []
+        for key, count in counts.items():
+            row = self._rows.get(key)
+            if row is not None:
+                self._reads[row] = min(self._reads[row] + count, _MOST_READS)
+                self._read_at[row] = max(self._read_at[row], at)
+                rows.append(row)
+                times.append(count)
+        if rows and self._observer is not None:
             self._observer.touched_together(rows, times)
 
-    def _set_accesses(self, rows: NDArray[np.int64], times: NDArray[np.int64], at: int | None) -> None:
+    def _set_accesses(self, rows: NDArray[np.int32], times: NDArray[np.int64], at: int | None) -> None:
         # An array cannot grow while a view of it lives: these end with this call.
         reads, read_at = np.frombuffer(self._reads, np.uint16), np.frombuffer(self._read_at, np.uint32)
         reads[rows] = np.minimum(reads[rows] + times, _MOST_READS)
@@ -287,15 +641,14 @@ class BlockColumns:
 
     def requeue(self, counts: Mapping[int, int], at: int) -> None:
         """Set time and reads of resident blocks."""
-        for key, reads in counts.items():
-            row = self._rows.get(key)
+        for row, reads in zip(self._rows.get_all(counts), counts.values(), strict=True):
             if row is not None and self.is_resident(row):
                 self._set_access(row, at, reads)
 
-    def accesses(self, keys: Iterable[int]) -> list[Access | None]:
+    def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         """Return the last access of each block, None where there is no record."""
         read_at, reads = self._read_at, self._reads
-        return [None if row is None else Access(read_at[row], reads[row]) for row in map(self._rows.get, keys)]
+        return [None if row is None else Access(read_at[row], reads[row]) for row in self._rows.get_all(keys)]
 
     def coldest(self, count: int) -> list[tuple[int, Access]]:
         """Return the resident blocks that were not read for longest, with a look at every row."""
@@ -348,6 +701,25 @@ class BlockColumns:
         """Yield the rows of the blocks that directly follow."""
         return self._siblings(self._first_child[row])
 
+    def residents(self) -> ResidentBlocks:
+        """Return all resident blocks."""
+        kinds, kind_of_row = _kinds_of(self._headers)
+        serving = [[header for header in kind if header[3] is _SERVING] for kind in map(_all_headers, kinds)]
+        is_resident_kind = np.array(list(map(bool, serving)), np.bool_)
+        rows = np.flatnonzero(is_resident_kind[kind_of_row])
+        kind = kind_of_row[rows]
+        depths = np.frombuffer(self._depths, np.int32)[rows].astype(np.int64)
+        return ResidentBlocks(
+            rows,
+            np.frombuffer(self._keys, np.int64)[rows],
+            np.where(depths < 0, ~depths, depths),
+            np.array([each[0][6] if each else 0.0 for each in serving], np.float64)[kind],
+            np.frombuffer(self._read_at, np.uint32)[rows].astype(np.int64),
+            np.frombuffer(self._reads, np.uint16)[rows].astype(np.int64),
+            np.array([max((header[9] for header in each), default=0) for each in serving], np.int64)[kind],
+            np.array([sum(header[5] for header in each) for each in serving], np.int64)[kind],
+        )
+
     def _siblings(self, row: int) -> Iterator[int]:
         while row != _NO_ROW:
             yield row
@@ -363,12 +735,12 @@ class BlockColumns:
             return chunks == location[5] and self._headers[row] == location[:5] + location[6:]
         return unpack(self._headers[row], chunks) == locations
 
-    def _insert(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
+    def _insert(self, key: int, record: BlockRecord) -> None:
         parent, depth, locations = record
         headers, chunks = self._pool.pack(locations)
-        row = self._rows[key] = len(self._keys)
-        assert len(self._rows) == row + 1  # rows are dense
+        row = len(self._keys)
         self._keys.append(key)
+        self._rows.add_row()
         self._parents.append(parent or 0)
         self._depths.append(~depth if parent is None else depth)
         self._headers.append(headers)
@@ -376,8 +748,8 @@ class BlockColumns:
         self._first_child.append(self._orphans.pop(key, _NO_ROW))
         self._next.append(_NO_ROW)
         self._previous.append(_NO_ROW)
-        self._read_at.append(whole_seconds(stored_at(record) if access is None else access.at))
-        self._reads.append(0 if access is None else access.reads)
+        self._read_at.append(whole_seconds(stored_at(record)))
+        self._reads.append(0)
         if parent is not None:
             self._link(row, parent)
         if self._observer is not None and is_resident(record):
@@ -410,7 +782,7 @@ class BlockColumns:
         if self._observer is not None and is_resident(old):
             self._observer.removed(row)
         self._unlink(row, self._parent(row))
-        del self._rows[key]
+        self._rows.discard(row)
         if self._first_child[row] != _NO_ROW:
             self._orphans[key] = self._first_child[row]
         last = len(self._keys) - 1
@@ -422,9 +794,9 @@ class BlockColumns:
             self._observer.moved(last, row)
 
     def _move(self, row: int, to: int) -> None:
+        self._rows.move(row, to)
         for column in self._columns:
             column[to] = column[row]
-        self._rows[self._keys[to]] = to
         after, before = self._next[to], self._previous[to]
         if after != _NO_ROW:
             self._previous[after] = to
@@ -495,12 +867,13 @@ class WrittenColumns(BlockColumns):
             Whether none of them had a record; otherwise nothing is done.
         """
         assert run.location.status is _WRITING
-        keys, count, first = run.keys, len(run.keys), len(self._keys)
-        if not self._rows.keys().isdisjoint(keys):
+        keys, count, first = array("q", run.keys), len(run.keys), len(self._keys)
+        slots = self._rows.free_slots(keys)
+        if slots is None:
             return False
         depths = array("i", range(run.depth, run.depth + count))  # a number that is too large changes nothing
-        self._keys.extend(array("q", keys))
-        self._rows.update(zip(keys, range(first, first + count), strict=True))
+        self._keys.extend(keys)
+        self._rows.add_rows(slots)
         self._parents.append(run.parent or 0)
         self._parents.extend(self._keys[first:-1])
         self._depths.extend(depths)
@@ -510,7 +883,7 @@ class WrittenColumns(BlockColumns):
         self._chunks += run.chunks
         self._read_at.extend(array("I", (whole_seconds(run.location.written_at),)) * count)
         self._reads.extend(array("H", bytes(2 * count)))
-        self._link_run(keys, first)
+        self._link_run(run.keys, first)
         if run.parent is not None:
             self._link(first, run.parent)
         return True
@@ -540,9 +913,11 @@ class WrittenColumns(BlockColumns):
             The blocks as they serve, in their order. None, and nothing is done, where one has no record or several
             locations, is not being written, or does not end like this.
         """
-        rows = self._rows_of(keys)
-        if rows is None:
-            return None
+        rows = self.rows_of(keys)
+        return None if rows is None else self.serve_rows(rows, keys, ending)
+
+    def serve_rows(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> list[UniformRun] | None:
+        """Do `serve` for the blocks in these rows."""
         chunks = list(map(self._chunks.__getitem__, rows))
         if set(map(type, chunks)) - {bytes}:
             return None
@@ -584,21 +959,75 @@ class WrittenColumns(BlockColumns):
         for row, chunk in zip(rows, chunks, strict=True):
             headers[row], all_chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
 
-    def links(self, keys: Sequence[int]) -> list[tuple[int | None, int]]:
-        """Return parent and depth of each of these blocks, which all have a record."""
-        rows = list(map(self._rows.__getitem__, keys))
-        pairs = zip(map(self._parents.__getitem__, rows), map(self._depths.__getitem__, rows), strict=True)
-        return [(None, ~depth) if depth < 0 else (parent, depth) for parent, depth in pairs]
+    def load(self, blocks: StoredBlocks) -> tuple[list[BlockRecord], NDArray[np.int64]]:
+        """Add blocks of a store to others of it, while there is no observer; `link_loaded` ends that.
 
-    def access_columns(self, keys: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return what `accesses` does as two columns, times and reads; both empty where a block has no record."""
-        rows = self._rows_of(keys) or ()
-        return list(map(self._read_at.__getitem__, rows)), list(map(self._reads.__getitem__, rows))
+        Returns:
+            Records without chunks, parents and depths, one for each kind of block, and the kind of each block.
+        """
+        assert self._observer is None
+        kinds, kind_of_block = _kinds_of(blocks.headers)
+        shared = list(map(self._pool.share_all, kinds))
+        records = [_unchained(each, _no_chunks(each)) for each in shared]
+        seconds = np.array([whole_seconds(stored_at(record)) for record in records], np.uint32)
+        none = array("i", (_NO_ROW,)) * len(blocks.keys)
+        self._keys.frombytes(blocks.keys.tobytes())
+        self._parents.frombytes(blocks.parents.tobytes())
+        self._depths.frombytes(blocks.depths.tobytes())
+        self._headers += map(shared.__getitem__, kind_of_block.tolist())
+        self._chunks += blocks.chunks
+        for column in (self._first_child, self._next, self._previous):
+            column.extend(none)
+        self._read_at.frombytes(seconds[kind_of_block].tobytes())
+        self._reads.frombytes(bytes(2 * len(none)))
+        return records, kind_of_block
 
-    def _rows_of(self, keys: Sequence[int]) -> list[int] | None:
+    def link_loaded(self) -> None:
+        """Make all blocks found by their keys, and link them to their parents, after the last `load`: children lie
+        before their parents as well as behind them, so most would wait for these if each was linked as it came."""
+        self._rows.build()
+        children = np.flatnonzero(np.frombuffer(self._depths, np.int32) >= 0)
+        parents = self._rows.find(np.frombuffer(self._parents, np.int64)[children])
+        for row in children[parents == _EMPTY].tolist():
+            self._link(row, self._parents[row])
+        order = np.argsort(parents, kind="stable")[np.count_nonzero(parents == _EMPTY) :]
+        children, parents = children[order], parents[order]
+        is_next = parents[1:] == parents[:-1]
+        first_child = np.frombuffer(self._first_child, np.int32)
+        after, before = np.frombuffer(self._next, np.int32), np.frombuffer(self._previous, np.int32)
+        first_child[parents[:1]] = children[:1]
+        first_child[parents[1:][~is_next]] = children[1:][~is_next]
+        after[children[:-1][is_next]] = children[1:][is_next]
+        before[children[1:][is_next]] = children[:-1][is_next]
+
+    def load_accesses(self, keys: NDArray[np.int64], read_at: NDArray[np.uint32], reads: NDArray[np.uint16]) -> None:
+        """Set the last access of loaded blocks; keys without a record are left."""
+        rows = self._rows.find(keys)
+        known = rows != _EMPTY
+        np.frombuffer(self._read_at, np.uint32)[rows[known]] = read_at[known]
+        np.frombuffer(self._reads, np.uint16)[rows[known]] = reads[known]
+
+    def chain_columns(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return parent, 0 without one, and depth, the complement without a parent, of the blocks in rows."""
+        return np.frombuffer(self._parents, np.int64)[rows], np.frombuffer(self._depths, np.int32)[rows]
+
+    def access_columns(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
+        """Return time and number of reads of the blocks in rows, as `Access` has them."""
+        return np.frombuffer(self._read_at, np.uint32)[rows], np.frombuffer(self._reads, np.uint16)[rows]
+
+    def rows_of(self, keys: Sequence[int]) -> list[int] | None:
         """Return the rows of blocks; None where one has no record."""
-        rows = list(map(self._rows.get, keys))
+        rows = self._rows.get_all(keys)
         return None if None in rows else cast("list[int]", rows)
+
+
+def _unchained(headers: Headers, chunks: Chunks) -> BlockRecord:
+    """Return a record of these locations, without its place in a chain."""
+    return _new_record(BlockRecord, (None, 0, unpack(headers, chunks)))
+
+
+def _no_chunks(headers: Headers) -> Chunks:
+    return (b"",) * len(headers) if type(headers[0]) is tuple else b""
 
 
 def _counted(headers: Sequence[Headers]) -> Iterator[tuple[Headers, int]]:
@@ -666,6 +1095,14 @@ class MemoryBackend:
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         return self._blocks.get(keys)
 
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> list[bytes | None]:
+        answers, missing = self._blocks.answers(keys, compose, stop_at_miss=stop_at_miss)
+        if missing and current_measures() is not None:
+            measure("meta_indexer.get_not_exist_key_count", missing)
+        return answers
+
     @staged("store", "memory.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
@@ -691,7 +1128,12 @@ class MemoryBackend:
         return {place: size_bytes}
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
-        served = self._blocks.serve(keys, ending)
+        rows = self._blocks.rows_of(keys)
+        return None if rows is None else self._serve(rows, keys, ending)
+
+    def _serve(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        """Do `serve` for the blocks in these rows."""
+        served = self._blocks.serve_rows(rows, keys, ending)
         for run in served or ():
             due = _due_of_only(run.location)
             if due is None:
@@ -700,11 +1142,26 @@ class MemoryBackend:
                 self._due.put_all(run.keys, due)
         return served
 
-    def load(self, key: int, record: BlockRecord, access: Access | None = None) -> None:
-        """Add a record that was stored before this process began, with its last access if it was read."""
-        self._blocks.insert(key, record, access)
-        self._schedule(key, record)
-        self._tally.change(None, record)
+    def load(self, batches: Iterable[StoredBlocks]) -> None:
+        """Add all blocks that were stored before this process began, none of which was ever read; a backend without
+        blocks."""
+        for blocks in batches:
+            records, kind_of_block = self._blocks.load(blocks)
+            counts = np.bincount(kind_of_block).tolist()
+            for kind, (record, count) in enumerate(zip(records, counts, strict=True)):
+                self._tally.add_equal(record, count)
+                due = _due(record)
+                if due is not None:
+                    self._due.put_all(blocks.keys[kind_of_block == kind].tolist(), due)
+        self._blocks.link_loaded()
+
+    def load_accesses(self, keys: NDArray[np.int64], read_at: NDArray[np.uint32], reads: NDArray[np.uint16]) -> None:
+        """Set the last access of loaded blocks that were read; keys without a record are left."""
+        self._blocks.load_accesses(keys, read_at, reads)
+
+    def present(self, keys: Sequence[int]) -> list[int]:
+        """Return those of the keys that have a record."""
+        return self._blocks.present(keys)
 
     async def children(self, key: int) -> list[int]:
         return self._blocks.family(key)
@@ -739,7 +1196,7 @@ class MemoryBackend:
     async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
         keys = self._blocks.keys()
         for start in range(0, len(keys), batch_size):
-            batch = [key for key in keys[start : start + batch_size] if key in self._blocks]
+            batch = self._blocks.present(keys[start : start + batch_size])
             if batch:
                 yield batch
 

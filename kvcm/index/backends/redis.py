@@ -864,6 +864,11 @@ class RedisBackend:
                 lost += self._record(shard, write, turn, losers, usage)
         return Written(lost, usage)
 
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> None:
+        """Records are in Redis: `get_many`."""
+
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many` and `stage_begin`."""
 
