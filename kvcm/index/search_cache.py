@@ -21,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from kvcm.index.backends.backend import IndexBackend, UniformRun, read_records
+from kvcm.index.backends.backend import IndexBackend, UniformRun, read_answers, read_records
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 from kvcm.telemetry.metrics import Measures, current_measures, measure
 
@@ -219,6 +220,14 @@ class SearchCache(Generic[Cached]):
         else:
             self._young.update(zip(keys, answers, strict=True))
 
+    def add_answers(self, keys: Sequence[int], answers: Sequence[Cached | None]) -> None:
+        """Keep the answers of keys that the cache does not know, as far as there are any; more keys may follow."""
+        if None not in answers:
+            self.store_answers(keys[: len(answers)], cast("Sequence[Cached]", answers))
+            return
+        known = [(key, answer) for key, answer in zip(keys, answers, strict=False) if answer is not None]
+        self.store_answers([key for key, _ in known], [answer for _, answer in known])
+
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the answers of keys that changed, and keep nothing of reads that are under way."""
         keys = list(keys)
@@ -306,20 +315,24 @@ class _NodeAnswers:
 
     async def answers(self, keys: Sequence[int], view: StorageView, *, stop_at_miss: bool) -> list[bytes | None]:
         """Do `AnswerCache.answers` for callers with this view of the storages."""
+        compose = partial(compose_answer, view=view)
         found: list[bytes | None] = []
         window = _FIRST_WINDOW if stop_at_miss else len(keys)
         while len(found) < len(keys):
-            for record in await self._read(keys[len(found) : len(found) + window]):
-                answer = compose_answer(record, view) if record is not None else None
-                if answer is None and stop_at_miss:
-                    return found
-                found.append(answer)
+            batch = keys[len(found) : len(found) + window]
+            if self._backend.awaits:
+                answers = [record and compose(record) for record in await self._read(batch)]
+            else:
+                answers = read_answers(self._backend, batch, compose, stop_at_miss=stop_at_miss)
+            if stop_at_miss and (miss := _next_none(answers, 0, len(answers))) >= 0:
+                return found + answers[:miss]
+            found += answers
+            if len(answers) < len(batch):
+                return found
             window = _WINDOW
         return found
 
     async def _read(self, keys: Sequence[int]) -> list[BlockRecord | None]:
-        if not self._backend.awaits:
-            return await read_records(self._backend, keys)
         records = self._records.lookup(keys)
         unknown = [position for position, record in enumerate(records) if record is None]
         self._budget.hits += len(keys) - len(unknown)
@@ -391,6 +404,7 @@ class AnswerCache:
         self._backend = backend
         self._view = view
         self._budget = budget
+        self._compose = partial(compose_answer, view=view)
         self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
         self._on_nodes = _NodeAnswers(backend, budget)
 
@@ -429,7 +443,8 @@ class AnswerCache:
         while position >= 0:
             # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
             unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
-            for i, answer in zip(unknown, await self._fill([keys[i] for i in unknown]), strict=True):
+            answers = await self._fill([keys[i] for i in unknown], stop_at_miss=stop_at_miss)
+            for i, answer in zip(unknown, answers, strict=False):
                 found[i] = answer
             read_count, end = read_count + len(unknown), unknown[-1] + 1
             if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
@@ -446,9 +461,13 @@ class AnswerCache:
             return _FIRST_WINDOW
         return count if self._backend.awaits else _WINDOW  # a store is asked in few calls, and gives way itself
 
-    async def _fill(self, keys: Sequence[int]) -> list[bytes | None]:
+    async def _fill(self, keys: Sequence[int], *, stop_at_miss: bool) -> Sequence[bytes | None]:
+        """Return the answers that are not kept, and keep them; with `stop_at_miss` those before the first None do."""
         if not self._backend.awaits:
-            return list(map(self._cache.store, keys, await read_records(self._backend, keys)))
+            answers = read_answers(self._backend, keys, self._compose, stop_at_miss=stop_at_miss)
+            if answers:
+                self._cache.add_answers(keys, answers)
+            return answers
         read = self._cache.begin_read(keys)
         try:
             return self._cache.end_read(read, await read_records(self._backend, keys))

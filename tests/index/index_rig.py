@@ -1,6 +1,6 @@
 """Records, views and a counting backend for the tests of the index."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvcm.index.backends.memory import MemoryBackend
@@ -33,6 +33,12 @@ class CountingBackend(MemoryBackend):
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         self.asked.append(list(keys))
         return await super().get_many(keys)
+
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> list[bytes | None]:
+        self.asked.append(list(keys))
+        return super().answers(keys, compose, stop_at_miss=stop_at_miss)
 
 
 def location(
