@@ -566,10 +566,10 @@ def trim_memory() -> bool:
 
 
 async def _trim_memory_periodically() -> None:
-    """Trim until cancelled, on a thread."""
+    """Trim until cancelled, on a thread; at once, since loading metadata leaves much free."""
     while True:
-        await asyncio.sleep(_TRIM_SECONDS)
         await asyncio.to_thread(trim_memory)
+        await asyncio.sleep(_TRIM_SECONDS)
 
 
 def configure_garbage_collector() -> None:

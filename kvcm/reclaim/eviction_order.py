@@ -12,22 +12,24 @@ candidate was not read for the longest time.
 from __future__ import annotations
 
 import asyncio
-import heapq
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from kvcm.index.backends.backend import Access, Rows, is_resident
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcm.index.backends.backend import Access, ResidentBlocks, Rows, is_resident
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.policies import POLICIES
-from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summary, descends
+from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summaries, Summary, descends
 
 __all__ = [
     "TRIGGER_SECONDS",
@@ -41,7 +43,6 @@ __all__ = [
     "SlotFacts",
     "WindowOrder",
     "WindowScan",
-    "run_to_end",
 ]
 
 IsOverBudget = Callable[[PrefixClass], bool]
@@ -214,6 +215,20 @@ class _PolicyQueues:
         self._queues.append(queue)
         return queue
 
+    def numbers_of(self, blocks: ResidentBlocks) -> NDArray[np.int64]:
+        """Return the number of the queue of each block."""
+        if not self.plan.classes:
+            priorities, kind_of_block = np.unique(blocks.priorities, return_inverse=True)
+            queues = list(map(self.queue_of_priority, priorities.tolist()))
+        else:
+            facts = np.column_stack((blocks.priorities, blocks.depths, blocks.reads))
+            kinds, kind_of_block = np.unique(facts, axis=0, return_inverse=True)
+            queues = [
+                self.queue_of(SlotFacts(0, depth, priority, 0, Summary(0, 0, reads)))
+                for priority, depth, reads in kinds.tolist()
+            ]
+        return np.array([queue.number for queue in queues], np.int64)[kind_of_block.ravel()]
+
     def queue_of_priority(self, priority: int) -> PolicyQueue:
         """Return the queue of blocks of no class."""
         queue = self._by_kind.get(("", priority))
@@ -280,23 +295,6 @@ class _PolicyQueues:
 # object per block.
 
 _NO_QUEUE = 0xFFFF
-_STEP_ROWS = 1024  # some milliseconds
-_Ranked = tuple[Any, int, int, int, PolicyQueue, SlotFacts]
-"""Place of a block in the order (rank, depth negated, key), its row, its queue, and its facts."""
-Result = TypeVar("Result")
-
-
-def run_to_end(steps: Iterator[None] | Generator[None, None, Result]) -> Result | None:
-    """Do all steps in one go and return what they return."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-
-
-def _place(ranked: _Ranked) -> tuple[Any, int, int]:
-    return ranked[:3]
 
 
 class LiveOrder:
@@ -322,10 +320,8 @@ class LiveOrder:
         self._is_disturbed = False
 
     @classmethod
-    def over(cls, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, LiveOrder | None]:
-        """Make the order over an index, with the blocks that it holds, in steps of some milliseconds.
-
-        The index must not change between two steps.
+    def over(cls, index: MetaIndex, plan: OrderPlan) -> LiveOrder | None:
+        """Make the order over an index, with the blocks that it holds: half a second per million.
 
         Returns:
             The order; None for an index that others share.
@@ -334,29 +330,30 @@ class LiveOrder:
         rows = index.observe(order)
         if rows is None:
             return None
-        yield from order._begin(rows)
+        order._begin(rows)
         return order
 
-    def _begin(self, rows: Rows) -> Iterator[None]:
+    def _begin(self, rows: Rows) -> None:
+        """Put all resident blocks in order, in columns: block by block it costs twenty times as much."""
         self._rows = rows
-        batches: list[list[_Ranked]] = []
-        for first in range(0, len(rows), _STEP_ROWS):
-            resident = filter(rows.is_resident, range(first, min(first + _STEP_ROWS, len(rows))))
-            batches.append(sorted(map(self._ranked, resident), key=_place))
-            yield
-        # Sorting all at once would be one step, of seconds where there are millions.
-        for number, (_, _, _, row, queue, fact) in enumerate(heapq.merge(*batches, key=_place)):
-            queue.policy.restore(row, fact.key, fact.summary)
-            self._enter(row, queue.number, fact.size_bytes)
-            if number % _STEP_ROWS == _STEP_ROWS - 1:
-                yield
+        blocks = rows.residents()
+        if not len(blocks.rows):
+            return
+        self._put(int(blocks.rows[-1]), _NO_QUEUE, 0)  # reserves space for all
+        numbers = self._queues.numbers_of(blocks)
+        np.frombuffer(self._queue_of_row, np.uint16)[blocks.rows] = numbers
+        for number in np.unique(numbers).tolist():
+            self._restore(self._queues[number], blocks.take(np.flatnonzero(numbers == number)))
 
-    def _ranked(self, row: int) -> _Ranked:
-        fact = self._facts(row)
-        queue = self._queues.queue_of(fact)
+    def _restore(self, queue: PolicyQueue, blocks: ResidentBlocks) -> None:
+        rank = queue.policy.rank(_summaries(blocks))
         # Of blocks of the same second the tail of a chain is the colder one, then the one of the smallest key: rows say
         # nothing, since blocks that were removed have left theirs to others.
-        return queue.policy.rank(fact.summary), -fact.depth, fact.key, row, queue, fact
+        ordered = blocks.take(np.lexsort((blocks.keys, -blocks.depths, *reversed(rank))))
+        queue.policy.restore_all(ordered.rows, ordered.keys, _summaries(ordered))
+        if self._has_budgets:
+            np.frombuffer(self._sizes, np.int64)[blocks.rows] = blocks.size_bytes
+            self._queues.count(queue, int(blocks.size_bytes.sum()))
 
     async def prepare(self, count: int, window: int = 0) -> Mapping[int, BlockRecord]:
         """Nothing has to be fetched."""
@@ -364,7 +361,7 @@ class LiveOrder:
             self._is_disturbed = False
             self._queues = _PolicyQueues(self.plan, self._facts, self._head, self._is_leaf)
             self._queue_of_row = array("H")
-            run_to_end(self._begin(self._rows))
+            self._begin(self._rows)
         return {}
 
     def class_bytes(self, name: str) -> int:
@@ -511,6 +508,10 @@ class LiveOrder:
 
     def _head(self, row: int) -> tuple[int, float]:
         return self._rows.key(row), self._rows.access(row).at
+
+
+def _summaries(blocks: ResidentBlocks) -> Summaries:
+    return Summaries(blocks.written_at, blocks.read_at, blocks.reads)
 
 
 # The order over an index on a shared store: a window of its coldest blocks.
@@ -819,6 +820,10 @@ class EvictionOrders:
         self.by_uid: Mapping[int, Order] = {}
         self.expiring: Collection[int] = ()
 
+    async def build(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
+        """Do `update` at startup, on a thread, and let probes run meanwhile; no index may change."""
+        await asyncio.to_thread(self.update, list(handles), limits)
+
     def update(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
         """Bring the orders up to date. A new policy reads the whole index once, in one piece.
 
@@ -826,21 +831,13 @@ class EvictionOrders:
             handles: all instances; the others are forgotten.
             limits: above the groups.
         """
-        run_to_end(self._steps(handles, limits))
-
-    async def build(self, handles: Iterable[IndexHandle], limits: Limits) -> None:
-        """Do `update` at startup, and let probes run meanwhile; no index may change."""
-        for _ in self._steps(handles, limits):
-            await asyncio.sleep(0)
-
-    def _steps(self, handles: Iterable[IndexHandle], limits: Limits) -> Iterator[None]:
         above = _OuterLimits.of(limits)
         is_as_before, current = above == self._above, {}
         for handle in handles:
             group = self._find_group(handle.instance.instance_group_name)
             known = self._entries.get(handle.uid)
             if known is None or known.group is not group or not is_as_before:
-                known = yield from self._decide(handle, group, above, known.order if known is not None else None)
+                known = self._decide(handle, group, above, known.order if known is not None else None)
             current[handle.uid] = known
         self._above, self._entries = above, current
         self.by_uid = {uid: each.order for uid, each in current.items() if each.order is not None}
@@ -848,19 +845,19 @@ class EvictionOrders:
 
     def _decide(
         self, handle: IndexHandle, group: InstanceGroup | None, above: _OuterLimits, order: Order | None
-    ) -> Generator[None, None, _OrderEntry]:
+    ) -> _OrderEntry:
         plan = OrderPlan.of(group, handle.instance.instance_id) if group is not None else None
         if group is not None and plan is not None and (plan.expires or above.gives_marks(group)):
             if order is None or order.plan != plan:
-                order = yield from self._new_order(handle.meta_index, plan)
+                order = self._new_order(handle.meta_index, plan)
         elif order is not None:
             handle.meta_index.observe(None)
             order = None
         expires = order is not None and order.plan.expires
         return _OrderEntry(group, order, expires, _round_seconds(handle, group, expires=expires))
 
-    def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Generator[None, None, Order]:
-        live = yield from LiveOrder.over(index, plan)
+    def _new_order(self, index: MetaIndex, plan: OrderPlan) -> Order:
+        live = LiveOrder.over(index, plan)
         return live if live is not None else self._window_order(index, plan)
 
     @property

@@ -24,7 +24,7 @@ from kvcm.model.groups import EvictionPolicy, MetaIndexerConfig, PrefixClass
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRun
 from kvcm.model.storages import StorageType
-from kvcm.reclaim.eviction_order import LiveOrder, OrderPlan, run_to_end
+from kvcm.reclaim.eviction_order import LiveOrder, OrderPlan
 from kvcm.reclaim.policies import POLICIES
 from kvcm.telemetry.events import EventLog
 
@@ -64,7 +64,7 @@ class World(Core):
         )
         self.sessions: list[StartedWrite] = []
         self.index = self.manager.cache("i").index
-        order = run_to_end(LiveOrder.over(self.index, plan))
+        order = LiveOrder.over(self.index, plan)
         assert order is not None
         self.order = order
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from random import Random
+from typing import Any
 
+import index_records
 import pytest
 from eviction_model import MODELS, Model
 from eviction_rig import BLOCK, EvictionRig, group_of
@@ -16,15 +19,16 @@ from hypothesis import strategies as st
 from index_backends import Rig, opened
 from manager_rig import ManagerRig
 
-from kvcm.index.backends.backend import Access, Change, Written
+from kvcm.index.backends.backend import Access, Change, Rows, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
-from kvcm.model.groups import EvictionPolicy, StorageGuarantee
+from kvcm.model.groups import EvictionPolicy, PrefixClass, StorageGuarantee
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
+from kvcm.reclaim.eviction_order import LiveOrder, OrderPlan
 from kvcm.reclaim.needs import Limits
-from kvcm.reclaim.policies import POLICIES
+from kvcm.reclaim.policies import POLICIES, Policy, Summary
 from kvcm.reclaim.victims import MOST_DESCENDANTS
 
 LIMIT = 16  # blocks; above this eviction begins
@@ -570,3 +574,79 @@ async def test_a_block_that_is_read_while_it_is_marked_keeps_that_read() -> None
     evicted = await rig.settle()
     assert evicted == [key for key in range(len(evicted) + 1) if key != 3]
     assert len(evicted) >= 9
+
+
+# ── The order over an index that is full already, as at a start ──
+
+
+PLANS = [
+    *(OrderPlan(EvictionPolicy(name)) for name in sorted(POLICIES)),
+    OrderPlan(
+        EvictionPolicy("lru"),
+        (
+            PrefixClass("deep", min_depth=40, policy=EvictionPolicy("fifo"), budget=0.5),
+            PrefixClass("read", min_reads=3, priority=2, policy=EvictionPolicy("lfu")),
+        ),
+    ),
+]
+
+
+def blocks_of_any_kind(random: Random) -> dict[int, BlockRecord]:
+    """Blocks with one location or two, most of them serving; many were written in the same second."""
+    found, parent = dict[int, BlockRecord](), None
+    for number, key in enumerate(random.sample(range(-(10**9), 10**9), 700)):
+        places = []
+        for each in range(random.choice([1, 1, 1, 2])):
+            status = random.choice([LocationStatus.SERVING] * 5 + [LocationStatus.WRITING, LocationStatus.DELETING])
+            written_at, priority = float(random.randrange(90, 95)), random.choice([0, 0, 3])
+            place = index_records.place(f"{number // 40}-{each}", status, random.randrange(1, 9), written_at=written_at)
+            places.append(place._replace(priority=priority))
+        depth = number % 80
+        found[key] = BlockRecord(parent if depth else None, depth, tuple(places))
+        parent = key
+    return found
+
+
+def one_by_one(rows: Rows, plan: OrderPlan) -> tuple[dict[tuple[int, str], list[int]], int]:
+    """Blocks in the order of their eviction by priority and policy, and the bytes of the first class, row by
+    row."""
+    ranked = list[tuple[Any, ...]]()
+    policies = dict[tuple[int, str], Policy]()
+    class_bytes = 0
+    for row in filter(rows.is_resident, range(len(rows))):
+        serving = [each for each in rows.locations(row) if each.status is LocationStatus.SERVING]
+        at, reads = rows.access(row)
+        prefix_class = plan.class_of(rows.depth(row), reads)
+        settings_of, more = (prefix_class.policy, prefix_class.priority) if prefix_class else (plan.policy, 0)
+        kind = rows.priority(row) + more, settings_of.name
+        policy = policies.setdefault(kind, POLICIES[settings_of.name](partial(is_leaf, rows), settings_of))
+        summary = Summary(serving[0].written_at, at, reads)
+        ranked.append((kind, policy.rank(summary), -rows.depth(row), rows.key(row), row, summary))
+        if plan.classes and prefix_class is plan.classes[0]:
+            class_bytes += sum(each.size_bytes for each in serving)
+    for kind, _, _, key, row, summary in sorted(ranked):
+        policies[kind].restore(row, key, summary)
+    return {kind: list(map(rows.key, policy.victims())) for kind, policy in policies.items()}, class_bytes
+
+
+def is_leaf(rows: Rows, row: int) -> bool:
+    return not any(map(rows.is_resident, rows.children(row)))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.policy.name}, {len(plan.classes)} classes")
+async def test_the_order_over_a_full_index_is_that_of_its_blocks_one_by_one(plan: OrderPlan) -> None:
+    random, backend = Random(3), MemoryBackend()
+    blocks = blocks_of_any_kind(random)
+    await index_records.write(backend, dict(blocks))
+    await backend.touch({key: random.randrange(1, 5) for key in random.sample(list(blocks), 300)}, 96.0)
+    await index_records.write(backend, dict.fromkeys(random.sample(list(blocks), 50)))
+    order = LiveOrder.over(MetaIndex(backend, EvictionRig({}).storages), plan)
+    assert order is not None
+    rows = backend.observe(order)
+    found = dict[tuple[int, str], list[int]]()
+    for candidate in order.candidates(lambda _class: False):
+        found.setdefault((candidate.priority, candidate.policy), []).append(candidate.key)
+    expected, class_bytes = one_by_one(rows, plan)
+    assert found == expected
+    assert len(order) == sum(map(rows.is_resident, range(len(rows)))) > 450
+    assert order.class_bytes("deep") == class_bytes

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ from thoroughness import examples
 
 from kvcm.model.groups import EvictionPolicy
 from kvcm.reclaim.policies import POLICIES, Fifo, LeafLru, Lfu, Lru, S3Fifo, Sieve, Summary
-from kvcm.reclaim.policies.policy import IsLeaf, Policy
+from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summaries
 
 MAKE: dict[str, Callable[[IsLeaf], Policy]] = {
     "fifo": lambda is_leaf: Fifo(),
@@ -379,6 +380,29 @@ def test_a_restart_changes_no_order(make: Callable[[], Policy], seed: int) -> No
         policy.touch(slot)
         after.touch(slot)
     assert list(after.victims()) == list(policy.victims())
+
+
+@pytest.mark.parametrize("name", sorted(MAKE))
+def test_blocks_put_back_together_stand_as_those_put_back_one_by_one(name: str) -> None:
+    random = Random(7)
+    policies = [MAKE[name](lambda slot: True) for _ in range(2)]
+    for policy in policies:
+        policy.insert(1000, 1000)
+    reads = {slot: random.choice([0, 0, 1, 2, 70_000]) for slot in random.sample(range(500), 400)}
+    summaries = {slot: Summary(slot % 7, slot % 7 + count, count) for slot, count in reads.items()}
+    order = sorted(summaries, key=lambda slot: policies[0].rank(summaries[slot]))
+    columns = [np.array(column) for column in zip(*(summaries[slot] for slot in order), strict=True)]
+    ranks = zip(*policies[0].rank(Summaries(*columns)), strict=True)
+    assert list(ranks) == [policies[0].rank(summaries[slot]) for slot in order]
+    for slot in order:
+        policies[0].restore(slot, -slot, summaries[slot])
+    policies[1].restore_all(np.array(order), -np.array(order), Summaries(*columns))
+    for slot in random.sample(order, 100):
+        for policy in policies:
+            policy.touch(slot)
+    one_by_one, together = (list(policy.victims()) for policy in policies)
+    assert one_by_one == together
+    assert len(together) == 401
 
 
 def summary(written_at: float, reads: int) -> Summary:

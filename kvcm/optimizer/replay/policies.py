@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvcm.optimizer.options import PolicySpec
 from kvcm.optimizer.trace import Trace
 from kvcm.reclaim.policies import Fifo, IsLeaf, LeafLru, Lfu, Lru, Policy, S3Fifo, Sieve, Summary, by_age
+from kvcm.reclaim.policies.policy import Summaries, restore_each
 
 __all__ = ["Belady", "Future", "policy_of", "splitmix64"]
 
@@ -86,13 +91,17 @@ class Belady:
         """Yield from the farthest next access to the nearest."""
         yield from sorted(self._resident, key=lambda slot: (-self._future.next_access(slot), slot))
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return nothing to go by: a summary is of the past."""
         return ()
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block that was resident before."""
         self._resident.add(slot)
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks that were resident before."""
+        self._resident.update(slots.tolist())
 
 
 # Approximate LRU: of some blocks drawn at random the oldest goes, as in Redis. Seeded, hence repeatable.
@@ -171,13 +180,17 @@ class _RandomLru:
         for _ in range(len(self._slots)):
             yield min((self._draw() for _ in range(self._sample)), key=self._last.__getitem__)
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block that was resident before."""
         self.insert(slot, key)
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks one after the other."""
+        restore_each(self, slots, keys, summaries)
 
     def _draw(self) -> int:
         self._state, number = splitmix64(self._state)

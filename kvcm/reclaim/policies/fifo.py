@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import Ordered, Summary
+from kvcm.reclaim.policies.policy import Ordered, Summaries, Summary
 
 __all__ = ["Fifo"]
 
@@ -20,6 +21,6 @@ class Fifo(Ordered):
     def touch_all(self, slots: Sequence[int], reads: Sequence[int]) -> None:
         """Do nothing."""
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the time of the write."""
         return (summary.written_at,)

@@ -7,8 +7,9 @@ to its head spares these looks: every block is then newer than those that follow
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import END, Cursor, IsLeaf, Ordered, Summary
+from kvcm.reclaim.policies.policy import END, Cursor, IsLeaf, Ordered, Summaries, Summary
 
 __all__ = ["LeafLru"]
 
@@ -36,7 +37,7 @@ class LeafLru(Ordered):
         """Make blocks the newest, the last of them the newest of all."""
         self._queue.renew_all(slots)
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)
 

@@ -13,8 +13,12 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import END, Ordered, Summary
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcm.reclaim.policies.policy import END, Ordered, Summaries, Summary, restore_each
 
 __all__ = ["Lfu"]
 
@@ -73,13 +77,17 @@ class Lfu(Ordered):
         if self._newest[worth] == slot:
             self._newest[worth] = to
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
-        """Return the frequency, then the time of the last read."""
-        return (_frequency(summary), summary.read_at)
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
+        """Return the reads, by which the frequency grows, then the time of the last read."""
+        return (summary.reads, summary.read_at)
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block with its reads; what it had been allowed is forgotten, as everybody's is."""
         self._place(slot, _frequency(summary))
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks one after the other."""
+        restore_each(self, slots, keys, summaries)
 
     def _place(self, slot: int, frequency: int) -> None:
         worth = min(frequency + self._allowance, _MOST)

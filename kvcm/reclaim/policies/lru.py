@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import Ordered, Summary
+from kvcm.reclaim.policies.policy import Ordered, Summaries, Summary
 
 __all__ = ["Lru"]
 
@@ -22,6 +23,6 @@ class Lru(Ordered):
         """Make blocks the newest, the last of them the newest of all."""
         self._queue.renew_all(slots)
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)

@@ -9,11 +9,24 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["END", "Cursor", "IsLeaf", "Ordered", "Policy", "SlotLinks", "SlotQueue", "Summary", "descends"]
+__all__ = [
+    "END",
+    "Cursor",
+    "IsLeaf",
+    "Ordered",
+    "Policy",
+    "SlotLinks",
+    "SlotQueue",
+    "Summaries",
+    "Summary",
+    "descends",
+    "restore_each",
+]
 
 IsLeaf = Callable[[int], bool]
 """Whether no resident block follows the block in a slot."""
@@ -31,6 +44,14 @@ class Summary(NamedTuple):
     written_at: float
     read_at: float
     reads: int
+
+
+class Summaries(NamedTuple):
+    """Summaries of many blocks, in columns."""
+
+    written_at: NDArray[np.float64]
+    read_at: NDArray[np.int64]
+    reads: NDArray[np.int64]
 
 
 class Policy(Protocol):
@@ -67,12 +88,23 @@ class Policy(Protocol):
         still resident then is passed over, and does not come again in this iteration unless it was touched.
         """
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the rank of a block by its summary alone: smaller ones are evicted first. Used to put blocks back
-        into the order they came from, and to choose among candidates of a shared store."""
+        into the order they came from, and to choose among candidates of a shared store. Of many blocks: the columns of
+        their ranks."""
 
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block that was resident before; called in ascending `rank`."""
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks that were resident before, in ascending `rank`: what `restore` does with one after the other."""
+
+
+def restore_each(policy: Policy, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+    """Do `restore_all` with one after the other."""
+    columns = zip(*(column.tolist() for column in (slots, keys, *summaries)), strict=True)
+    for slot, key, written_at, read_at, reads in columns:
+        policy.restore(slot, key, Summary(written_at, read_at, reads))
 
 
 # Queues of slots, from the oldest to the newest, kept in arrays: eight bytes per slot and no object.
@@ -241,25 +273,33 @@ class SlotQueue:
         """Add slots as the newest, one after the other; written out, since every block that is written passes here."""
         if not slots:
             return
+        if not descends(slots):
+            self.push_array(np.array(slots))
+            return
         first, last = slots[0], slots[-1]
-        self._links.reserve(max(slots))
+        self._links.reserve(first)
+        older, newer = self._older, self._newer
+        own = array("i", range(last, first + 1))
+        assert newer[last : first + 1] == own
+        newer[last + 1 : first + 1] = own[:-1]
+        older[last:first] = own[1:]
+        self._close_behind(first, last, len(slots))
+
+    def push_array(self, slots: NDArray[np.int64]) -> None:
+        """Do `push_all` with an array of one slot at least."""
+        self._links.reserve(int(slots.max()))
+        older, newer = np.frombuffer(self._older, np.int32), np.frombuffer(self._newer, np.int32)
+        assert (newer[slots] == slots).all()
+        newer[slots[:-1]], older[slots[1:]] = slots[1:], slots[:-1]
+        self._close_behind(int(slots[0]), int(slots[-1]), len(slots))
+
+    def _close_behind(self, first: int, last: int, count: int) -> None:
+        """Put slots that are linked among themselves behind the newest."""
         older, newer, end = self._older, self._newer, self._end
         newest = older[end]
-        if descends(slots):
-            own = array("i", range(last, first + 1))
-            assert newer[last : first + 1] == own
-            newer[last + 1 : first + 1] = own[:-1]
-            older[last:first] = own[1:]
-            older[first] = newest
-            newer[newest] = first
-        else:
-            for slot in slots:
-                assert newer[slot] == slot
-                older[slot] = newest
-                newer[newest] = newest = slot
-        newer[last] = end
-        older[end] = last
-        self._count += len(slots)
+        older[first], newer[last] = newest, end
+        newer[newest], older[end] = first, last
+        self._count += count
 
     def put(self, slot: int, after: int) -> None:
         """Add a slot as the newer neighbour of `after`; of the end: as the oldest."""
@@ -355,6 +395,10 @@ class Ordered:
     def restore(self, slot: int, key: int, summary: Summary) -> None:
         """Add a block that was resident before, as the newest."""
         self._queue.push(slot)
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks that were resident before, each as the newest."""
+        self._queue.push_array(slots)
 
     def remove(self, slot: int, *, evicted: bool = True) -> None:
         """Take a block out."""

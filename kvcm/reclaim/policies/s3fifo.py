@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import END, SlotLinks, SlotQueue, Summary
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcm.reclaim.policies.policy import END, SlotLinks, SlotQueue, Summaries, Summary, restore_each
 
 __all__ = ["Ghost", "S3Fifo"]
 
@@ -188,7 +192,7 @@ class S3Fifo:
         finally:
             self._links.close_cursor(cursor)
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return whether it belongs to main, then the time of the write."""
         return (summary.reads >= _READS_FOR_MAIN, summary.written_at)
 
@@ -196,6 +200,10 @@ class S3Fifo:
         """Add a block to small with its reads, or to main as if it just came over: small leaves by age, then main, as
         long as main does not have more than its share."""
         self._add(slot, key, _IN_MAIN if summary.reads >= _READS_FOR_MAIN else summary.reads)
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks one after the other."""
+        restore_each(self, slots, keys, summaries)
 
     def _add(self, slot: int, key: int, state: int) -> None:
         (self._main if state & _IN_MAIN else self._small).push(slot)

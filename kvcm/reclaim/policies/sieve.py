@@ -7,8 +7,12 @@ is the victim, and the hand rests on its newer neighbour. A block that is passed
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from kvcm.reclaim.policies.policy import END, Cursor, SlotLinks, SlotQueue, Summary
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcm.reclaim.policies.policy import END, Cursor, SlotLinks, SlotQueue, Summaries, Summary, restore_each
 
 __all__ = ["Sieve"]
 
@@ -77,7 +81,7 @@ class Sieve:
         finally:
             self._links.close_cursor(cursor)
 
-    def rank(self, summary: Summary) -> tuple[float, ...]:
+    def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return whether it was read, then the time of the write: the order in which one sweep and a second take
         all."""
         return (summary.reads > 0, summary.written_at)
@@ -87,6 +91,10 @@ class Sieve:
         unread writes, before the second takes the others."""
         self.insert(slot, key)
         self._visited[slot] = summary.reads > 0
+
+    def restore_all(self, slots: NDArray[np.int64], keys: NDArray[np.int64], summaries: Summaries) -> None:
+        """Add blocks one after the other."""
+        restore_each(self, slots, keys, summaries)
 
     def _find(self, passed: set[int]) -> int:
         """Return the next victim, the end if two laps find none but blocks that were passed over."""
