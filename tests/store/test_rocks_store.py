@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -15,12 +16,14 @@ import rocks_writer
 from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rocksdict import Options, Rdict
 from thoroughness import examples
 from waiting import until
 
 from kvcm.index.backends.rocks import audit_rows, drop_rows
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
+from kvcm.store import rocks
 from kvcm.store.load_progress import shown_progress
 from kvcm.store.rocks import CommitLog, Fsync, RocksStore, open_database
 from kvcm.store.store import Replacement
@@ -215,6 +218,72 @@ async def test_many_waiting_calls_share_few_rounds(
     await asyncio.gather(*map(write, range(500)))
     assert 1 <= log.rounds < 50
     assert len(list(log.read(b"b"))) == 500
+    await log.close()
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+async def test_changes_that_no_call_waits_for_are_written_all_the_same(tmp_path: Path, fsync: Fsync) -> None:
+    """Also those of several rounds, and those that come while the writer waits for a call."""
+    log = CommitLog(tmp_path, fsync, FakeClock())
+    log.append([(b"b", b"first")])
+    until(lambda: log.rounds == 1)
+    for number in range(3):
+        log.append([(b"b%d/%d" % (number, each), b"x") for each in range(8192)])
+    until(lambda: log.rounds == 4)
+    assert len(list(log.read(b"b"))) == 1 + 3 * 8192
+    await log.close()
+
+
+def test_a_release_with_other_options_opens_the_directory(tmp_path: Path) -> None:
+    """RocksDB keeps some options of the release that made the directory; they have to fit those of any other."""
+    log = CommitLog(tmp_path, Fsync.NEVER, FakeClock())
+    log.append([(b"b", b"x")])
+    log.close_at_once()
+    database = Rdict(str(tmp_path), Options(raw_mode=True))
+    assert database[b"b"] == b"x"
+    database[b"b"] = b"y"
+    database.close()
+
+
+async def test_an_urgent_change_is_written_with_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rocks, "_GATHER_SECONDS", 3600.0)
+    log = CommitLog(tmp_path, Fsync.NEVER, FakeClock())
+    for number in range(3):
+        log.append([(b"b%d/read" % number, b"x")])
+        assert log.rounds == number
+        log.append([(b"b%d/marked" % number, b"x")], is_urgent=True)
+        until(partial(has_rounds, log, number + 1))
+        assert len(list(log.read(b"b"))) == 2 * number + 2
+    await log.close()
+
+
+def has_rounds(log: CommitLog, count: int) -> bool:
+    return log.rounds == count
+
+
+@pytest.mark.parametrize("fsync", list(Fsync))
+async def test_an_idle_log_writes_the_next_change_too(tmp_path: Path, fsync: Fsync) -> None:
+    log = CommitLog(tmp_path, fsync, SystemClock())
+    for number in range(3):
+        until(lambda: log._is_idle)
+        assert log._is_synced or fsync is Fsync.NEVER
+        log.append([(b"b%d" % number, b"x")])
+        until(partial(has_rounds, log, number + 1))
+        assert len(list(log.read(b"b"))) == number + 1
+    await log.close()
+
+
+async def test_the_changes_of_a_call_are_one_round(tmp_path: Path) -> None:
+    log = CommitLog(tmp_path, Fsync.NEVER, FakeClock())
+    for number in range(100):
+        for part in (b"session", b"blocks", b"end"):
+            log.append([(b"b%d" % number + part, b"x")])
+            for _ in range(200):  # other work of the call, in which the writer could begin
+                await asyncio.sleep(0)
+        await log.flush()
+    assert log.rounds <= 110, "one for each call, and one now and then for changes that waited for a tenth of a second"
     await log.close()
 
 

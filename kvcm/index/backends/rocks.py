@@ -123,7 +123,7 @@ class RocksBackend(MemoryBackend):
             lost = set(written.lost)
             changes = [change for change in changes if change.key not in lost]
         if changes:
-            self._log.append(self._rows(changes, read_before), blocks=self.key_count - blocks)
+            self._log.append(self._rows(changes, read_before), blocks=self.key_count - blocks, is_urgent=True)
         return written
 
     def begin(self, run: BlockRun) -> Mapping[StorageKey, int] | None:
@@ -192,7 +192,7 @@ class RocksBackend(MemoryBackend):
         blocks = self.key_count
         await super().drop()
         uid = self._uid.to_bytes(4)
-        self._log.append((), prefixes=(BLOCKS + uid, READS + uid), blocks=-blocks)
+        self._log.append((), prefixes=(BLOCKS + uid, READS + uid), blocks=-blocks, is_urgent=True)
         self._on_drop(self._uid)
 
     def _read_before(self, changes: Sequence[Change]) -> set[int]:
