@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ from test_transport_sites import Site, group_spec
 from kvcm import __version__
 from kvcm.app import Manager
 from kvcm.config import Settings
-from kvcm.reclaim import eviction_order
+from kvcm.index.meta_index import IndexHandle
+from kvcm.reclaim.eviction_order import EvictionOrders
+from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.reclaimer import Reclaimer
 from kvcm.service import http_server
 from kvcm.service.admission import ServingGate
@@ -557,21 +559,27 @@ async def test_livez_answers_while_blocks_are_read(tmp_path: Path, monkeypatch: 
         site.write(site.instance("default"), list(range(1, _BLOCKS + 1)))
         process.process.terminate()
         assert process.wait() == 0
-    monkeypatch.setattr(eviction_order, "_STEP_ROWS", 1)
-    http_port = free_port()
-    begin, answers = Reclaimer.begin, list[bytes]()
+    http_port, enough = free_port(), threading.Event()
+    begin, update, answers = Reclaimer.begin, EvictionOrders.update, list[bytes]()
+
+    def held(orders: EvictionOrders, handles: Iterable[IndexHandle], limits: Limits) -> None:
+        assert enough.wait(60)
+        update(orders, handles, limits)
 
     async def watched(reclaimer: Reclaimer) -> None:
         beginning = asyncio.create_task(begin(reclaimer))
         while not beginning.done():
             answers.append(await _ask(http_port))
+            if len(answers) == 2:
+                enough.set()
         await beginning
 
     monkeypatch.setattr(Reclaimer, "begin", watched)
+    monkeypatch.setattr(EvictionOrders, "update", held)
     settings = Settings(
         rpc_port=0, http_port=http_port, admin_rpc_port=0, admin_http_port=0, data_dir=str(tmp_path / "data")
     )
     async with Manager(settings).running():
         pass
-    assert len(answers) > 1  # the last one may have come after the end
+    assert len(answers) >= 2
     assert set(answers) == {b"HTTP/1.1 200 OK\r\n"}
