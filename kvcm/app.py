@@ -226,7 +226,7 @@ class Manager:
                 await metadata.guard.open()
             elif metadata.journal is not None:
                 await metadata.journal.open()
-            await ensure_schema(table, store.flush)
+            schema = await ensure_schema(table, store.flush, metadata.first_schema)
             cluster_id = settings.cluster_id or await ensure_cluster_id(table, _new_cluster_id(settings), store.flush)
             storages = self._storage_directory(store, cluster_id, document)
             stack.callback(storages.close_all)
@@ -241,6 +241,7 @@ class Manager:
                 clock=self._clock,
                 uses=store.table("uses"),
                 listener=audit.changed,
+                tags=metadata.tags_with(schema),
             )
             await registry.load()
             await ensure_admin_key(registry, settings)

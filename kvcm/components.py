@@ -30,6 +30,7 @@ from kvcm.config import ConfigError, Settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import BlockKeys, RedisBackend
+from kvcm.index.backends.redis_runs import RunsBackend
 from kvcm.index.backends.rocks import BlockSalvage, load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
@@ -48,7 +49,7 @@ from kvcm.reclaim.verification import StorageVerification
 from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.loss_journal import LossJournal
-from kvcm.registry.registry import Registry
+from kvcm.registry.registry import FIRST_SCHEMA, NEWEST_SCHEMA, SCHEMA_OF_RUNS, Registry, Schema
 from kvcm.registry.store_guard import StoreGuard
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
@@ -93,6 +94,9 @@ _log = structlog.get_logger("kvcm.store")
 # managers share, `local:///path` a RocksDB there, nothing a RocksDB in the data directory, or memory without one.
 
 
+_TAGS_IN_CLUSTER = 4  # a few masters share an instance; each tag is a script more per call
+
+
 @dataclass(frozen=True, slots=True)
 class Metadata:
     """An opened store and the objects that are built on it.
@@ -106,6 +110,7 @@ class Metadata:
         client: of the shared store, None without one.
         guard: the registry's table of a shared store, None without one.
         eviction: whether the servers of a shared store drop keys, None without one.
+        tags: of instances that are registered with a schema of runs (`Placement.tags`); 0 where a store has no runs.
         closers: further connections to close.
     """
 
@@ -118,7 +123,18 @@ class Metadata:
     guard: StoreGuard | None = None
     eviction: EvictionWatch | None = None
     journal: LossJournal | None = None
+    tags: int = 0
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+
+    @property
+    def first_schema(self) -> int:
+        """The schema of a new store: the newest only where that is of use, since the release before can read the other
+        stores then."""
+        return NEWEST_SCHEMA if self.tags else FIRST_SCHEMA
+
+    def tags_with(self, schema: Schema) -> int:
+        """Return the tags of instances that are registered in a store of a schema."""
+        return self.tags if schema.number >= SCHEMA_OF_RUNS else 0
 
     @property
     def registry_table(self) -> Table:
@@ -317,6 +333,8 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         raise
 
     def new_backend(placement: Placement) -> IndexBackend:
+        if placement.tags:
+            return RunsBackend(client, placement.uid, placement.tags, store.revisions)
         return RedisBackend(client, placement.uid, placement.shard_count, store.revisions)
 
     # Not the node's id: that may be configured, and every start numbers its reports from 0 again.
@@ -331,6 +349,7 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         guard=guard,
         eviction=eviction,
         journal=journal,
+        tags=_TAGS_IN_CLUSTER if client.is_cluster else 1,
     )
 
 
@@ -433,8 +452,8 @@ class Sharing:
         keys, caches, revisions = BlockKeys(store.client.prefix), cache.open_caches, store.revisions
 
         def invalidate(names: Sequence[bytes]) -> None:
-            others = [name for name in names if not name.startswith(keys.prefix)]
-            heads = keys.by_head(names if not others else (name for name in names if name.startswith(keys.prefix)))
+            others = [name for name in names if not name.startswith(keys.prefixes)]
+            heads = keys.by_head(names if not others else (name for name in names if name.startswith(keys.prefixes)))
             revisions.record((*heads, *others))
             caches.invalidate(keys.by_uid(heads))
 
@@ -442,7 +461,7 @@ class Sharing:
             revisions.reset()
             caches.invalidate_all()
 
-        prefixes = (keys.prefix, *store.notified_prefixes)
+        prefixes = (*keys.prefixes, *store.notified_prefixes)
         invalidations = Invalidations(store.client, prefixes, invalidate, invalidate_all)
         revisions.is_live = lambda: invalidations.is_live
         return cls(invalidations, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)

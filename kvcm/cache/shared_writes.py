@@ -23,7 +23,7 @@ from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRun
-from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, RedisClient, ScriptCall
+from kvcm.store.redis.client import RedisClient, fits_in_one
 from kvcm.store.redis.store import RedisTable
 
 __all__ = ["Begun", "Decided", "Document", "Finished", "SharedWrites"]
@@ -163,7 +163,8 @@ class SharedWrites:
         name, content, due = decided.document
         blocks = index.stage_serve(runs)
         stages = [[self._sessions.replacing(name, decided.before, content, due)], blocks.calls]
-        if decided.outcome and _fit_in_one(blocks.calls):
+        # What lets the blocks serve says whether all do: a stage that is cut cannot be followed by one that needs it.
+        if decided.outcome and fits_in_one(blocks.calls):
             stages.append([self._sessions.finishing(name, content, decided.outcome, decided.seconds)])
         try:
             answers = await self._client.run_in_turn(stages, self._sessions.holding(name, content))
@@ -174,9 +175,3 @@ class SharedWrites:
             return Finished(is_decided=False)
         lost = blocks.settle(answers[1])
         return Finished(is_decided=True, lost=lost, is_ended=len(answers) == 3 and answers[2][0] == 1)
-
-
-def _fit_in_one(calls: Sequence[ScriptCall]) -> bool:
-    """Return whether the blocks of a finish are decided upon by the script that lets them serve: a stage that is cut
-    cannot be followed by one that needs all of it."""
-    return sum(len(call.keys) for call in calls) <= MOST_KEYS_PER_SCRIPT

@@ -152,6 +152,21 @@ def repair_index(
         raise typer.Exit(FINDINGS)
 
 
+@index_app.command("finalize")
+def finalize_index(config_file: ConfigFile = None, env: Env = None, data_dir: DataDir = None) -> None:
+    """Give up going back to the release before, whose managers cannot read the store from then on.
+
+    What that makes possible: instances that are registered in a Redis afterwards keep many blocks to a value. On Redis
+    the managers may go on, and use it after their next start; a manager on a data directory has to be stopped.
+    """
+    with exit_on_errors(FAILED), step_progress(MofNCompleteColumn()) as progress:
+        before, now = asyncio.run(_tools(_settings(config_file, env, data_dir), progress).finalize())
+    if before.number == now.number:
+        typer.echo(f"The metadata has schema {now.number} already, the newest of this release.")
+    else:
+        typer.echo(f"The metadata has schema {now.number} now, and had {before.number}.")
+
+
 @index_app.command("rebuild")
 def rebuild_index(
     roots: Annotated[list[Path], typer.Argument(metavar="ROOT...", help="Root paths of storages, as configured.")],

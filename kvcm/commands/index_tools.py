@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from kvcm import __version__
 from kvcm.cache.archive import (
     ArchiveReader,
     ArchiveWriter,
@@ -37,8 +38,9 @@ from kvcm.cache.usage_recount import UsageRecount
 from kvcm.components import Metadata, local_directory, open_metadata, repair_local
 from kvcm.config import Settings
 from kvcm.index.backends.audit import AuditedIndex, PlainAudit
-from kvcm.index.backends.redis_audit import RedisAudit
+from kvcm.index.backends.redis_audit import LostRuns, RedisAudit
 from kvcm.index.backends.redis_audit import StoredBlocks as RedisBlocks
+from kvcm.index.backends.redis_runs_audit import RunsAudit
 from kvcm.index.backends.rocks import LoadedBlocks, RowsFound, audit_rows, check_readable, drop_rows
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
@@ -46,7 +48,8 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Placement
 from kvcm.model.uri import path_component
 from kvcm.registry.document_cache import DocumentCache
-from kvcm.registry.registry import Registry, check_schema
+from kvcm.registry.leadership import VitalsTable
+from kvcm.registry.registry import Registry, Schema, check_schema, ensure_schema, finalize_schema
 from kvcm.registry.storages import ClosedStorages
 from kvcm.storage.finish_notes import NotesFolder
 from kvcm.store.rocks import CommitLog, Fsync
@@ -125,7 +128,7 @@ class IndexTools:
         documents = self._checked(file, name) if is_file else None
         if dry_run and not _exists(settings):  # opening would create it
             settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
-        async with self._opened(settings) as (metadata, registry):
+        async with self._opened(settings, adds=not dry_run) as (metadata, registry):
             importer = Importer(
                 registry=registry,
                 new_backend=metadata.new_backend,
@@ -182,7 +185,7 @@ class IndexTools:
         folders = [folder for root in roots for folder in NotesFolder.found_below(root)]
         if dry_run and not _exists(settings):  # opening would create it
             settings = dataclasses.replace(settings, registry_storage_uri="", data_dir="")
-        async with self._opened(settings) as (metadata, registry):
+        async with self._opened(settings, adds=not dry_run) as (metadata, registry):
             known = await DocumentCache(metadata.store.table("registry"), "meta/", str).read("cluster_id")
             cluster_id = _only_deployment(folders, settings.cluster_id or known or "")
             if not settings.cluster_id and not known and not dry_run:
@@ -232,6 +235,28 @@ class IndexTools:
             )
             auditor.report = report
             return await auditor.run()
+
+    async def finalize(self) -> tuple[Schema, Schema]:
+        """Give the store the newest schema, so that releases before this one cannot read it any more.
+
+        Returns:
+            The schema before and now.
+
+        Raises:
+            InvalidArgumentError: there is no store, or a manager of another release runs on it.
+            StorageIOError: the store cannot be opened or is unavailable.
+        """
+        async with self._opened(self._existing(self._settings)) as (metadata, _):
+            vitals = await VitalsTable(self._clock, metadata.store.table("vitals")).all()
+            others = sorted(f"{name} ({each.version})" for name, each in vitals.items() if each.version != __version__)
+            if others:
+                raise InvalidArgumentError(
+                    f"managers of another release than {__version__} run on this store: {', '.join(others)}; replace "
+                    "them first"
+                )
+            table = metadata.store.table("registry")
+            before = await finalize_schema(table, metadata.store.flush)
+            return before, await check_schema(table)
 
     async def repair(self) -> Repaired:
         """Keep everything that can be read of a damaged RocksDB, and count the losses.
@@ -300,15 +325,20 @@ class IndexTools:
         return documents
 
     @contextlib.asynccontextmanager
-    async def _opened(self, settings: Settings) -> AsyncIterator[tuple[Metadata, Registry]]:
+    async def _opened(self, settings: Settings, *, adds: bool = False) -> AsyncIterator[tuple[Metadata, Registry]]:
+        """Open a store; `adds` says that it is made if missing."""
         node_id = f"{socket.gethostname()}:index_{secrets.token_hex(8)}"
         metadata = await open_metadata(
             settings, self._clock, node_id, self._progress_of("load"), least_timeout_seconds=_PATIENCE_SECONDS
         )
         try:
             table = metadata.store.table("registry")
-            await check_schema(table)
-            registry = Registry(ClosedStorages(), table, metadata.store.flush, metadata.kind)
+            schema = await check_schema(table)
+            if adds:
+                schema = await ensure_schema(table, metadata.store.flush, metadata.first_schema)
+            registry = Registry(
+                ClosedStorages(), table, metadata.store.flush, metadata.kind, tags=metadata.tags_with(schema)
+            )
             await registry.load()
             yield metadata, registry
         finally:
@@ -357,7 +387,11 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
         blocks = LoadedBlocks(records, metadata.new_backend)
         return AuditedStore(metadata.store, registry, caches, in_memory, blocks)
 
+    lost = LostRuns()
+
     def in_redis(placement: Placement) -> AuditedIndex:
+        if placement.tags:
+            return RunsAudit(client, placement.uid, placement.tags, lost)
         return RedisAudit(client, placement.uid, placement.shard_count)
 
     assert isinstance(metadata.usage, SharedLedger)
@@ -366,7 +400,7 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
         registry=registry,
         caches=caches,
         audited=in_redis,
-        blocks=RedisBlocks(client),
+        blocks=RedisBlocks(client, lost),
         ledger=metadata.usage,
     )
 

@@ -42,6 +42,7 @@ __all__ = [
     "StampedRecord",
     "StoredColumns",
     "decode_columns",
+    "decode_header",
     "decode_payload",
     "decode_payloads",
     "decode_record",
@@ -52,6 +53,7 @@ __all__ = [
     "encode_payloads",
     "encode_record",
     "encode_records",
+    "header_of",
     "new_stamp",
 ]
 
@@ -122,14 +124,24 @@ def encode_records(location: Location, links: Sequence[tuple[int | None, int]], 
     return _encode_uniform(new_stamp(), location, unmixed_links, chunks)
 
 
-def new_stamp() -> bytes:
+def new_stamp(version: int = FORMAT_VERSION) -> bytes:
     """Return what a record begins with: the version, and a stamp that no other write has."""
-    return _pack_stamp(FORMAT_VERSION, next(_stamps))
+    return _pack_stamp(version, next(_stamps))
 
 
 def encode_header(location: Location) -> bytes:
     """Return a location but its chunk as it stands in a record."""
-    return _encode(_header_bytes(location[:5] + location[6:]))
+    return _encode(header_of(location))
+
+
+def header_of(location: Location) -> bytes:
+    """Return the header of a location."""
+    return _header_bytes(location[:5] + location[6:])
+
+
+def decode_header(header: bytes) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the fields of a location before its chunk and behind it, from what `header_of` made."""
+    return _header_of(header)[:2]
 
 
 def encode_chunk_of(chunk: bytes) -> bytes:

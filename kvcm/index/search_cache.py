@@ -20,13 +20,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakSet
 
-from kvcm.index.backends.backend import IndexBackend, UniformRun, read_answers, read_records
+from kvcm.index.backends.backend import (
+    IndexBackend,
+    SharedBackend,
+    UniformRun,
+    read_answers,
+    read_records,
+    read_runs,
+)
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, SpecUri, decode_chunk, encode_chunk
 from kvcm.telemetry.metrics import Measures, current_measures, measure
 
@@ -258,12 +265,17 @@ class SearchCache(Generic[Cached]):
         """Return the answers for the records of a read, and keep those whose placeholder survived."""
         self._sync_with_view()
         answers = [self._compose(record, self._view) if record is not None else None for record in records]
+        return self.end_read_of(read, answers)
+
+    def end_read_of(self, read: ReadInFlight, answers: Sequence[Cached | None]) -> list[Cached | None]:
+        """Do `end_read` with the answers for the records, as the view is now."""
+        self._sync_with_view()
         for key, answer in zip(read.keys, answers, strict=True):
             if self._reading.get(key) is read:
                 del self._reading[key]
                 if answer is not None:
                     self._keep(key, answer)
-        return answers
+        return list(answers)
 
     def abandon(self, read: ReadInFlight) -> None:
         """Take the placeholders of a failed read away."""
@@ -470,10 +482,25 @@ class AnswerCache:
             return answers
         read = self._cache.begin_read(keys)
         try:
-            return self._cache.end_read(read, await read_records(self._backend, keys))
+            if not self._backend.is_shared:
+                return self._cache.end_read(read, await read_records(self._backend, keys))
+            runs, records = await read_runs(cast("SharedBackend", self._backend), keys)
+            return self._cache.end_read_of(read, list(map(self._composed(runs, records).get, keys)))
         except BaseException:
             self._cache.abandon(read)
             raise
+
+    def _composed(self, runs: Sequence[UniformRun], records: Mapping[int, BlockRecord]) -> dict[int, bytes | None]:
+        """Return the answers for blocks by key. That of a block with one location is its chunk."""
+        answers = {key: compose_answer(record, self._view) for key, record in records.items()}
+        for run in runs:
+            if self._serves(run.location):
+                answers.update(zip(run.keys, run.chunks, strict=True))
+        return answers
+
+    def _serves(self, location: Location) -> bool:
+        """Return whether a block with this location only has an answer, whatever its chunk."""
+        return compose_answer(BlockRecord(None, 0, (location,)), self._view) is not None
 
     @property
     def holds_any(self) -> bool:
@@ -501,11 +528,10 @@ class AnswerCache:
         """Do `stored` for blocks that serve from now on."""
         if self._backend.awaits:
             self._on_nodes.forget(blocks.keys)
-        only = BlockRecord(None, 0, (blocks.location,))
-        if compose_answer(only, self._view) is None:
-            self._cache.forget(blocks.keys)
-        else:  # the answer of a block with one location is its chunk
+        if self._serves(blocks.location):
             self._cache.store_answers(blocks.keys, blocks.chunks)
+        else:
+            self._cache.forget(blocks.keys)
 
 
 def _count_query(measures: Measures | None, begin_ns: int, keys: int, hits: int, misses: int) -> None:

@@ -193,10 +193,13 @@ class Placement(NamedTuple):
     Attributes:
         uid: number of the registration; never used again, so a later registration of the same id starts empty.
         shard_count: lock shards that the keys are divided among.
+        tags: of a Redis that keeps many blocks to a value: parts that the keys are divided among there. 0: it keeps a
+            value per block, and the parts are the lock shards; so did releases that knew schema 1 only.
     """
 
     uid: int
     shard_count: int
+    tags: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,10 @@ class Registration:
 
     instance: Instance
     placement: Placement
+
+    def stored(self) -> object:
+        """Return what is stored of it: where it uses nothing of a newer release, what that before it stored."""
+        return self if self.placement.tags else {"instance": self.instance, "placement": self.placement[:2]}
 
 
 Removal = Registration

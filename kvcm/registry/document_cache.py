@@ -17,13 +17,14 @@ import contextlib
 from collections.abc import Awaitable, Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 import structlog
 
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, ReclaimPolicy
+from kvcm.model.instances import Registration
 from kvcm.model.principals import Account
 from kvcm.model.storages import (
     DummyStorageSpec,
@@ -43,7 +44,7 @@ _VERSION = 1  # grows with every change that an older release could not read or 
 # Of a storage that is drained or removed, which an older release would take for any other, of an account without a
 # password, which it could not read, and of a group with `lfu` or `lfu_aging`: older releases called that one `lfu`.
 _VERSION_OF_SPECIAL = 2
-_KINDS_WITH_SPECIAL = (StorageConfig, Account, InstanceGroup)
+_KINDS_WITH_SPECIAL = (StorageConfig, Account, InstanceGroup, Registration)
 Value = TypeVar("Value")
 _SPECS: dict[str, type[Any]] = {
     spec.__name__: spec
@@ -57,6 +58,14 @@ _SPECS: dict[str, type[Any]] = {
         DummyStorageSpec,
     )
 }
+
+
+@runtime_checkable
+class _Stored(Protocol):
+    """A value that says what is stored of it."""
+
+    def stored(self) -> object:
+        """Return that."""
 
 
 class _Document(msgspec.Struct):
@@ -85,7 +94,7 @@ def encode_document(value: object) -> bytes:
         InvalidArgumentError: a text is not valid UTF-8.
     """
     try:
-        shape = _storage_document(value) if isinstance(value, StorageConfig) else value
+        shape = _shape_of(value)
         return msgspec.json.encode(_Document(_version_of(value), msgspec.Raw(msgspec.json.encode(shape))))
     except UnicodeEncodeError as error:
         raise InvalidArgumentError(f"a text is not valid UTF-8: {error.object[error.start : error.end]!r}") from error
@@ -119,7 +128,8 @@ def _version_of(value: object) -> int:
     is_leaving = isinstance(value, StorageConfig) and (value.is_draining or value.is_removed)
     is_locked = isinstance(value, Account) and value.password is None
     counts_reads = isinstance(value, InstanceGroup) and not _LFU.isdisjoint(value.policy_names)
-    return _VERSION_OF_SPECIAL if is_leaving or is_locked or counts_reads else _VERSION
+    has_runs = isinstance(value, Registration) and value.placement.tags > 0
+    return _VERSION_OF_SPECIAL if is_leaving or is_locked or counts_reads or has_runs else _VERSION
 
 
 _LFU = {"lfu", "lfu_aging"}
@@ -145,6 +155,13 @@ def _renamed_lfu(group: InstanceGroup) -> InstanceGroup:
         instance_overrides=tuple(replace(each, policy=renamed(each.policy)) for each in strategy.instance_overrides),
     )
     return replace(group, cache_config=replace(group.cache_config, reclaim_strategy=strategy))
+
+
+def _shape_of(value: object) -> object:
+    """Return what is printed of a value: for one that has nothing of a newer release, what that before it printed."""
+    if isinstance(value, StorageConfig):
+        return _storage_document(value)
+    return value.stored() if isinstance(value, _Stored) else value
 
 
 def _storage_document(config: StorageConfig) -> _Storage:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError, UnknownInstanceError
@@ -48,6 +48,10 @@ class ReservedInstances:
 
     held: dict[int, str] = field(default_factory=dict)
     pending: tuple[Registration, ...] = ()
+
+    def stored(self) -> object:
+        """Return what is stored of them, as of `Registration.stored`."""
+        return {"held": self.held, "pending": [each.stored() for each in self.pending]}
 
     @property
     def uids(self) -> set[int]:
@@ -181,6 +185,7 @@ class Uids:
         removals: removals that are not done yet, by uid.
         store_kind: the metadata store: the rows of a RocksDB have space for 32 bits, the key names of a Redis for 63.
         draw: returns a random number from 0 up to below another.
+        tags: of the placements (`Placement.tags`).
     """
 
     def __init__(
@@ -189,18 +194,25 @@ class Uids:
         removals: DocumentCache[Removal],
         store_kind: str,
         draw: Callable[[int], int],
+        tags: int = 0,
     ) -> None:
         self._registrations = registrations
         self._removals = removals
         self._store_kind = store_kind
         self._draw = draw
+        self._tags = tags
 
     def copy(self) -> Uids:
         """Return a copy that decides by the current view."""
-        return Uids(self._registrations.copy(), self._removals.copy(), self._store_kind, self._draw)
+        return Uids(self._registrations.copy(), self._removals.copy(), self._store_kind, self._draw, self._tags)
 
-    def new(self, count: int) -> list[int]:
-        """Return so many uids, which no registration and no removal has."""
+    def place(self, groups: Sequence[InstanceGroup | None]) -> list[Placement]:
+        """Return placements for new registrations in these groups, with uids that no registration and no removal
+        has."""
+        uids = self._new(len(groups))
+        return [Placement(uid, _shard_count_in(group), self._tags) for uid, group in zip(uids, groups, strict=True)]
+
+    def _new(self, count: int) -> list[int]:
         least, largest = (1 << 24, _LARGEST_IN_ROWS)
         if self._store_kind == "redis":
             least, largest = (_LARGEST_IN_ROWS + 1, _LARGEST_IN_NAMES)
@@ -268,10 +280,8 @@ class InstanceRegistry:
 
     async def _add(self, instance: Instance) -> Instance:
         group = await self._groups.read(instance.instance_group_name)
-        (uid,) = self._uids.new(1)
-        new = Registration(
-            replace(instance, quota_group_name=group.global_quota_group_name), Placement(uid, _shard_count_in(group))
-        )
+        (placement,) = self._uids.place([group])
+        new = Registration(replace(instance, quota_group_name=group.global_quota_group_name), placement)
         if not await self._limit.try_reserve(group, new):
             known = self._cache.get(instance.instance_id)  # another manager's half-done registration was completed
             if known is None:
@@ -475,9 +485,9 @@ class BatchRegistration:
         """
         by_group: defaultdict[str, list[Registration]] = defaultdict(list)
         instances = list(new)
-        for uid, instance in zip(self._uids.new(len(instances)), instances, strict=True):
-            group = groups.get(instance.instance_group_name)
-            registration = Registration(instance, Placement(uid, _shard_count_in(group)))
+        placements = self._uids.place([groups.get(each.instance_group_name) for each in instances])
+        for placement, instance in zip(placements, instances, strict=True):
+            registration = Registration(instance, placement)
             batch.stage(self._registrations, instance.instance_id, registration)
             by_group[instance.instance_group_name].append(registration)
         for group_name, registrations in by_group.items():

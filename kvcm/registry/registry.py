@@ -31,21 +31,36 @@ from kvcm.registry.storages import StorageOpener, StorageRegistry
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 
-__all__ = ["NEWEST_SCHEMA", "Registry", "Schema", "check_schema", "ensure_cluster_id", "ensure_schema"]
+__all__ = [
+    "FIRST_SCHEMA",
+    "NEWEST_SCHEMA",
+    "SCHEMA_OF_RUNS",
+    "Registry",
+    "Schema",
+    "check_schema",
+    "ensure_cluster_id",
+    "ensure_schema",
+    "finalize_schema",
+]
 
 # The schema of a store: what a release has to know to read everything that lies there.
 #
 # It is one number in a document of the registry's table, beside the release that put it there. A store that has no
 # such document is of schema 1: releases before it had one wrote that. A release reads every schema up to its own, and
-# goes on writing the schema of the store, so that the release before it can come back. There is one schema so far:
-# what raises the number of a store comes with the second one.
+# goes on writing the schema of the store, so that the release before it can come back: until an operator says that it
+# will not (`kvcm index finalize`), or from the beginning in a store that is new.
+#
+# Schema 2: instances that are registered in a Redis keep many blocks to a value (`Placement.tags`).
 #
 # Rows of blocks and documents have versions of their own, which say how their bytes are read. The schema is looked at
 # first, so that a release that is too old ends at its start and not at the first record that it cannot read.
 
-NEWEST_SCHEMA: Final = 1
+NEWEST_SCHEMA: Final = 2
 """The highest that this release reads."""
-_FIRST: Final = 1
+SCHEMA_OF_RUNS: Final = 2
+"""The first in which instances keep many blocks to a value."""
+FIRST_SCHEMA: Final = 1
+"""That of stores from before it was written down."""
 _NAME: Final = "schema"
 
 
@@ -62,8 +77,8 @@ class Schema:
     written_by: str
 
 
-async def check_schema(table: Table) -> None:
-    """Return if this release can read the store.
+async def check_schema(table: Table) -> Schema:
+    """Return the schema of a store if this release can read it.
 
     Args:
         table: of the registry.
@@ -71,17 +86,48 @@ async def check_schema(table: Table) -> None:
     Raises:
         StorageIOError: it cannot, or the store cannot be asked.
     """
-    _readable(await _documents(table).read(_NAME))
+    return _readable(await _documents(table).read(_NAME)) or Schema(FIRST_SCHEMA, __version__)
 
 
-async def ensure_schema(table: Table, flush: Flush) -> None:
+async def ensure_schema(table: Table, flush: Flush, first: int = FIRST_SCHEMA) -> Schema:
     """Do `check_schema`, and say in a store that has no schema yet which one it has.
+
+    Args:
+        table: of the registry.
+        flush: returns when all changes are durable.
+        first: schema of a store that has nothing of a registry yet.
+
+    Returns:
+        The schema of the store.
 
     Raises:
         StorageIOError: as `check_schema`.
     """
-    await _documents(table).change(_NAME, lambda known: _readable(known) or Schema(_FIRST, __version__))
+    is_new = all(name.startswith("meta/") for name in await table.all())
+    new = Schema(first if is_new else FIRST_SCHEMA, __version__)
+    schema = await _documents(table).change(_NAME, lambda known: _readable(known) or new)
     await flush()
+    assert schema is not None
+    return schema
+
+
+async def finalize_schema(table: Table, flush: Flush) -> Schema:
+    """Give a store the newest schema: releases that do not know it cannot read the store any more.
+
+    Returns:
+        The schema of the store before.
+
+    Raises:
+        StorageIOError: as `check_schema`.
+    """
+    before = await ensure_schema(table, flush)
+    await _documents(table).change(_NAME, _newest)
+    await flush()
+    return before
+
+
+def _newest(known: Schema | None) -> Schema:
+    return known if known is not None and known.number >= NEWEST_SCHEMA else Schema(NEWEST_SCHEMA, __version__)
 
 
 def _documents(table: Table) -> DocumentCache[Schema]:
@@ -119,6 +165,7 @@ class Registry:
         uses: table of when keys were used; a table of its own, for it changes all the time.
         listener: receives every change that is made here.
         draw: returns a random number from 0 up to below another, for uids.
+        tags: of instances that are registered from now on (`Placement.tags`).
     """
 
     def __init__(
@@ -131,6 +178,7 @@ class Registry:
         uses: Table | None = None,
         listener: ChangeListener | None = None,
         draw: Callable[[int], int] = secrets.randbelow,
+        tags: int = 0,
     ) -> None:
         self._table: Table = table if table is not None else MemoryTable()
         self._flush = flush
@@ -154,7 +202,7 @@ class Registry:
         self.quotas = QuotaRegistry(quotas, flush)
         numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)
         reservations = DocumentCache(self._table, "seats/", ReservedInstances)
-        uids = Uids(instances, removals, store_kind, draw)
+        uids = Uids(instances, removals, store_kind, draw, tags)
         self.instances = InstanceRegistry(
             instances, removals=removals, uids=uids, reservations=reservations, groups=self.groups, flush=flush
         )

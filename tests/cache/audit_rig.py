@@ -31,7 +31,9 @@ from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.registry.registry import Registry
 from kvcm.registry.storages import ClosedStorages
 
-KINDS = ("memory", "rocksdb", "redis_standalone", "redis_cluster")
+KINDS = ("memory", "rocksdb", "redis_standalone", "redis_cluster", "redis_runs", "redis_runs_cluster")
+_SERVERS = {"redis_runs": "redis_standalone", "redis_runs_cluster": "redis_cluster"}
+_TAGS = {"redis_runs": 1, "redis_runs_cluster": 4}
 SHARDS = 4
 BIG = 1 << 40
 
@@ -67,13 +69,16 @@ class IndexRig:
         registry: of it.
         clock: the time, which stands still.
         pauses: how often a verification waited.
+
+    Args:
+        tags: of the instances that are registered (`Placement.tags`).
     """
 
-    def __init__(self, metadata: Metadata, clock: FakeClock) -> None:
+    def __init__(self, metadata: Metadata, clock: FakeClock, tags: int = 0) -> None:
         self.metadata = metadata
         self.clock = clock
         self.registry = Registry(
-            ClosedStorages(), metadata.store.table("registry"), metadata.store.flush, metadata.kind
+            ClosedStorages(), metadata.store.table("registry"), metadata.store.flush, metadata.kind, tags=tags
         )
         self.pauses = 0
 
@@ -183,7 +188,8 @@ async def opened(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Ind
         settings = Settings(data_dir=str(directory), fsync="never")
     elif kind != "memory":
         name = f"test-{secrets.token_hex(8)}"
-        settings = Settings(registry_storage_uri=request.getfixturevalue(kind).uri(name, timeout_ms=10_000))
+        servers = request.getfixturevalue(_SERVERS.get(kind, kind))
+        settings = Settings(registry_storage_uri=servers.uri(name, timeout_ms=10_000))
     metadata = await open_metadata(settings, clock, f"node-{secrets.token_hex(4)}")
     if kind == "memory":  # the memory of a process cannot be opened again; this dict keeps it by number
         made: dict[int, MemoryBackend] = {}
@@ -191,6 +197,6 @@ async def opened(kind: str, request: pytest.FixtureRequest) -> AsyncIterator[Ind
             metadata, new_backend=lambda placement: made.setdefault(placement.uid, MemoryBackend())
         )
     try:
-        yield IndexRig(metadata, clock)
+        yield IndexRig(metadata, clock, _TAGS.get(kind, 0))
     finally:
         await metadata.close()

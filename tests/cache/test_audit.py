@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from struct import pack
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,11 +26,15 @@ from kvcm.cache.quotas import Limits, Reservation, SharedLedger
 from kvcm.cache.read_leases import ReadLease
 from kvcm.cache.usage_recount import UsageRecount
 from kvcm.cache.write_sessions import WriteSession
-from kvcm.index.backends.backend import Access
+from kvcm.index.backends.backend import Access, Sum
+from kvcm.index.backends.redis_audit import LostRuns
+from kvcm.index.backends.redis_runs import TagKeys
+from kvcm.index.backends.redis_runs_audit import RunsAudit
 from kvcm.index.backends.rocks import audit_rows, drop_rows
 from kvcm.index.codec import encode_payload
 from kvcm.index.locking import shards_of
 from kvcm.index.meta_index import MetaIndex
+from kvcm.index.run_codec import decode_runs
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import SystemClock
 from kvcm.model.instances import Placement
@@ -423,6 +428,322 @@ async def test_wrong_sums_of_blocks_in_deletion_are_found_and_recounted(
         "-2 blocks that are being deleted, +7 bytes on storage 'one' (type 6) that are being deleted"
     ]
     assert await _deleting(shared) == ({"one": 10, "two": 10}, 1)
+
+
+# ── Data derived from records that lie in runs ──
+#
+# Keys here are given as they are mixed, too. What is derived of a run is a finding of each of its blocks.
+
+RUN_KINDS = KINDS[4:]
+MISSING = "the record is missing in the access order: scans do not find it"
+NO_RECORD = "the access order names a block that has no record"
+ABSENT_RUN = 999
+
+
+@pytest.fixture(params=RUN_KINDS)
+async def runs(request: pytest.FixtureRequest) -> AsyncIterator[IndexRig]:
+    """A sound deployment with runs of many blocks."""
+    async with opened(request.param, request) as made:
+        await made.configure()
+        await made.put("i", {**_uniform(150), **_uniform(70, 1000, LocationStatus.DELETING, deadline=NOW + 5)})
+        await made.put("j", _uniform(20, salt="j"))
+        yield made
+
+
+def _uniform(
+    count: int, start: int = 1, status: LocationStatus = LocationStatus.SERVING, salt: str = "i", **more: float
+) -> dict[int, BlockRecord]:
+    """A chain of blocks as one write leaves them."""
+    same = location("u", status, **more)
+    records = chain(count, start, salt=f"{salt}-")
+    return {
+        key: each._replace(locations=(same._replace(chunk=each.locations[0].chunk),)) for key, each in records.items()
+    }
+
+
+async def _ask(rig: IndexRig, *command: object) -> Any:
+    assert rig.metadata.client is not None
+    (answer,) = await rig.metadata.client.execute([command])  # type: ignore[list-item]
+    return answer
+
+
+def _tag(rig: IndexRig, instance_id: str, key: int) -> TagKeys:
+    assert rig.metadata.client is not None
+    placement = rig.registry.instances.placement(instance_id)
+    (tag,) = shards_of([key], placement.tags)
+    return TagKeys.of(rig.metadata.client.prefix, placement.uid, tag)
+
+
+async def _run_of(rig: IndexRig, instance_id: str, key: int) -> tuple[bytes, list[int]]:
+    """The id of a block's run, and the blocks in it."""
+    names = _tag(rig, instance_id, key)
+    run = await _ask(rig, b"HGET", names.places, _member(key))
+    return run, list(decode_runs([await _ask(rig, b"GET", names.runs + run)]))
+
+
+def _id(number: int, near: bytes) -> bytes:
+    """The id of a number in the tag of another id."""
+    return near[:2] + number.to_bytes(6)
+
+
+async def _blocks_found(rig: IndexRig, **options: bool) -> dict[str, str]:
+    """Find, mend and look again; return what was found of blocks."""
+    return {each.where: each.what for each in (await _mended(rig, **options)).findings if each.check == "block"}
+
+
+def _of_each(rig: IndexRig, keys: Iterable[int], what: str) -> dict[str, str]:
+    return {_where(rig, "i", key): what for key in keys}
+
+
+async def _check_all_there(rig: IndexRig) -> None:
+    blocks = await rig.blocks("i")
+    assert {key: each for key, (each, _) in blocks.items()} == {
+        **_uniform(150),
+        **_uniform(70, 1000, LocationStatus.DELETING, deadline=NOW + 5),
+    }
+    assert {key: each for key, (each, _) in (await rig.blocks("j")).items()} == _uniform(20, salt="j")
+    families = await rig.backend("i").families(range(1, 151))
+    assert families == [[key + 1] for key in range(1, 150)] + [[]]
+
+
+async def test_sound_runs_are_clean_at_once(runs: IndexRig) -> None:
+    report = await runs.verified()
+    assert (report.findings, report.unconfirmed, runs.pauses) == ([], [], 0)
+    assert report.checked["records"] == 150 + 70 + 20
+    _, members = await _run_of(runs, "i", 1)
+    assert len(members) > 16
+    await runs.verified(repair=True)
+    await _check_all_there(runs)
+
+
+async def test_blocks_that_the_index_does_not_lead_to_are_found_in_their_runs(runs: IndexRig) -> None:
+    for key in (5, 1002):
+        await _ask(runs, b"HDEL", _tag(runs, "i", key).places, _member(key))
+    assert await _blocks_found(runs) == _of_each(runs, [5, 1002], MISSING)
+    await _check_all_there(runs)
+
+
+@pytest.mark.parametrize("is_unordered", [False, True])
+@pytest.mark.parametrize("key", [70, 1002])
+async def test_a_run_that_no_index_entry_leads_to_is_found(runs: IndexRig, key: int, is_unordered: bool) -> None:
+    names, (run, members) = _tag(runs, "i", key), await _run_of(runs, "i", key)
+    for member in members:
+        await _ask(runs, b"HDEL", names.places, _member(member))
+    if is_unordered:
+        await _ask(runs, b"ZREM", names.order, run)
+        await _ask(runs, b"ZREM", names.pending, run)
+    found = await _blocks_found(runs)
+    assert found.keys() == _of_each(runs, members, "").keys()
+    assert all(MISSING in each for each in found.values())
+    await _check_all_there(runs)
+
+
+async def test_an_index_entry_to_a_run_that_is_gone_goes(runs: IndexRig) -> None:
+    names, (run, _) = _tag(runs, "i", 4444), await _run_of(runs, "i", 1)
+    await _ask(runs, b"HSET", names.places, _member(4444), _id(ABSENT_RUN, run))
+    assert await _blocks_found(runs) == _of_each(runs, [4444], NO_RECORD)
+    assert await _ask(runs, b"HEXISTS", names.places, _member(4444)) == 0
+    await _check_all_there(runs)
+
+
+async def test_an_index_entry_to_a_run_without_the_block_goes(runs: IndexRig) -> None:
+    names = _tag(runs, "i", 4444)
+    run = await _ask(runs, b"ZRANGE", names.order, 0, 0)
+    await _ask(runs, b"HSET", names.places, _member(4444), *run)
+    assert await _blocks_found(runs) == _of_each(runs, [4444], NO_RECORD)
+    await _check_all_there(runs)
+
+
+async def test_index_entries_order_and_due_time_of_a_run_that_is_gone_go(runs: IndexRig) -> None:
+    names, (run, members) = _tag(runs, "i", 1002), await _run_of(runs, "i", 1002)
+    await _ask(runs, b"UNLINK", names.runs + run)
+    found = await runs.verified(repair=True)
+    assert found.is_repaired, found.findings
+    assert (await runs.verified()).is_clean, (await runs.verified()).findings
+    assert {each.where for each in found.findings if each.check == "block"} >= _of_each(runs, members, "").keys()
+    assert sorted(await runs.blocks("i")) == sorted([*range(1, 151), *(set(range(1000, 1070)) - set(members))])
+    assert await _ask(runs, b"ZSCORE", names.order, run) is None
+    assert await _ask(runs, b"ZSCORE", names.pending, run) is None
+    assert await runs.usage("i") == {ONE: 10 * (150 + 70 - len(members))}
+
+
+async def test_a_run_that_is_missing_in_the_access_order_is_put_there(runs: IndexRig) -> None:
+    names, (run, members) = _tag(runs, "i", 1), await _run_of(runs, "i", 1)
+    await _ask(runs, b"ZREM", names.order, run)
+    assert await _blocks_found(runs) == _of_each(runs, members, MISSING)
+    assert await runs.backend("i").accesses(members) == [Access(1000, 0)] * len(members)
+    await _check_all_there(runs)
+
+
+@pytest.mark.parametrize("number", [ABSENT_RUN, 1 << 43])
+async def test_members_of_runs_that_are_gone_leave_order_and_pending(runs: IndexRig, number: int) -> None:
+    names, (run, _) = _tag(runs, "i", 1), await _run_of(runs, "i", 1)
+    ids = [_id(number + at, run) for at in range(3)]
+    await _ask(runs, b"ZADD", names.order, 5.0, ids[0], 5.0, ids[1])
+    await _ask(runs, b"ZADD", names.pending, 5.0, ids[1], 6.0, ids[2])
+    pending = "the pending set names a block that has no record"
+    found = await _blocks_found(runs)
+    assert sorted(found.values()) == sorted([NO_RECORD, f"{NO_RECORD}; {pending}", pending])
+    assert await _ask(runs, b"ZMSCORE", names.order, *ids) == await _ask(runs, b"ZMSCORE", names.pending, *ids)
+    assert [access for _, access in await runs.backend("i").coldest(1)] == [Access(1000, 0)]
+    await _check_all_there(runs)
+
+
+async def test_wrong_due_times_of_runs_are_found_and_mended(runs: IndexRig) -> None:
+    (serving, served), (deleting, going) = await _run_of(runs, "i", 1), await _run_of(runs, "i", 1002)
+    (others_run, others) = await _run_of(runs, "j", 1)
+    await _ask(runs, b"ZADD", _tag(runs, "i", 1).pending, 5.0, serving)
+    await _ask(runs, b"ZREM", _tag(runs, "i", 1002).pending, deleting)
+    await _ask(runs, b"ZADD", _tag(runs, "j", 1).pending, 7.0, others_run)
+    assert await _blocks_found(runs) == {
+        **_of_each(runs, served, "the pending set says 5.0, the record None"),
+        **_of_each(runs, going, f"the pending set says None, the record {NOW + 5}"),
+        **{_where(runs, "j", key): "the pending set says 7.0, the record None" for key in others},
+    }
+    assert sorted(await runs.backend("i").due(NOW + 5, 1000)) == list(range(1000, 1070))
+    assert await runs.backend("j").due(NOW + 5, 10) == []
+
+
+async def test_a_run_on_the_wrong_side_of_the_order_is_found_and_moved(runs: IndexRig) -> None:
+    (serving, served), (deleting, going) = await _run_of(runs, "i", 1), await _run_of(runs, "i", 1002)
+    await _ask(runs, b"ZADD", _tag(runs, "i", 1).order, RETIRED + 5.25, serving)
+    await _ask(runs, b"ZADD", _tag(runs, "i", 1002).order, 7.0, deleting)
+    assert await _blocks_found(runs) == {
+        **_of_each(runs, served, "the access order has it behind the blocks that can be evicted"),
+        **_of_each(runs, going, "the access order has it among the blocks that can be evicted"),
+    }
+    backend = runs.backend("i")
+    assert await backend.accesses([1, 1002]) == [Access(5, 1024), Access(7, 0)]
+    assert {access for _, access in await backend.coldest(len(served))} == {Access(5, 1024)}
+
+
+async def _first_child(rig: IndexRig, *, is_stored: bool) -> int:
+    """A block whose relation with its parent is stored, or follows from their run."""
+    for key in range(2, 150):
+        score = await _ask(rig, b"ZSCORE", _tag(rig, "i", key).children, _member(key - 1, key))
+        if (score is not None) == is_stored:
+            return key
+    raise AssertionError("no such block")
+
+
+async def test_relations_of_runs_that_do_not_agree_are_found_and_mended(runs: IndexRig) -> None:
+    first = await _first_child(runs, is_stored=True)
+    await _ask(runs, b"ZREM", _tag(runs, "i", first).children, _member(first - 1, first))
+    await _ask(runs, b"ZADD", _tag(runs, "j", 11).children, 0, _member(500, 11))  # 11 has one too many
+    await _ask(runs, b"ZADD", _tag(runs, "j", 1).children, 0, _member(501, 1))  # so has a head
+    await _ask(runs, b"ZADD", _tag(runs, "j", 900).children, 0, _member(899, 900))  # a child without record
+    assert await _blocks_found(runs) == {
+        _where(runs, "i", first): f"the record is missing among the children of {unmixed_key(first - 1)}",
+        _where(runs, "j", 11): f"it stands among the children of {unmixed_key(500)}",
+        _where(runs, "j", 1): f"it stands among the children of {unmixed_key(501)}",
+        _where(runs, "j", 900): f"the children of {unmixed_key(899)} name a block that has no record",
+    }
+    assert await runs.backend("j").families([500, 501, 899, 10]) == [[], [], [], [11]]
+    await _check_all_there(runs)
+
+
+@pytest.mark.parametrize("runs", ["redis_runs"], indirect=True)
+async def test_a_relation_that_a_run_has_already_is_one_too_many(runs: IndexRig) -> None:
+    """Else the block would be its parent's child twice."""
+    first = await _first_child(runs, is_stored=False)
+    await _ask(runs, b"ZADD", _tag(runs, "i", first).children, 0, _member(first - 1, first))
+    assert await runs.backend("i").children(first - 1) == [first, first]
+    assert (await _blocks_found(runs)).keys() == {_where(runs, "i", first)}
+    await _check_all_there(runs)
+
+
+async def test_wrong_usage_of_runs_is_found_and_recounted(runs: IndexRig) -> None:
+    """Invariant 4."""
+    usage = _tag(runs, "i", 1).usage
+    await _ask(runs, b"HINCRBY", usage, b"6/one", 1234)
+    await _ask(runs, b"HINCRBY", usage, b"-6/one", 7)
+    await _ask(runs, b"HINCRBY", usage, b"-", -2)
+    await _ask(runs, b"HSET", usage, b"6", 40)  # a sum of an unknown name counts nothing
+    found = await _mended(runs)
+    assert [(each.check, each.what.partition(": ")[2]) for each in found.findings if "instance" in each.where] == [
+        (
+            "usage",
+            "-2 blocks that are being deleted, +1234 bytes on storage 'one' (type 6), "
+            "+7 bytes on storage 'one' (type 6) that are being deleted",
+        )
+    ]
+    assert await runs.usage("i") == {ONE: 2200}
+    assert await _deleting(runs) == ({"one": 700}, 70)
+
+
+UNREADABLE: dict[str, Callable[[bytes], bytes]] = {
+    "random bytes": lambda value: b"\x02" + bytes(range(200)),
+    "another version": lambda value: b"\x07" + value[1:],
+    "cut in the keys": lambda value: value[:20],
+    "cut after the keys": lambda value: value[: 10 + 8 * value[9]],
+    "cut after the parents": lambda value: value[: 10 + 16 * value[9]],
+    "cut at the end": lambda value: value[:-1],
+    "nothing": lambda _: b"",
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+@pytest.mark.parametrize("key", [1, 1002])
+async def test_an_unreadable_run_goes_only_when_asked_for(runs: IndexRig, key: int, damage: str) -> None:
+    names, (run, members) = _tag(runs, "i", key), await _run_of(runs, "i", key)
+    await _ask(runs, b"SET", names.runs + run, UNREADABLE[damage](await _ask(runs, b"GET", names.runs + run)))
+    for _ in range(2):
+        kept = await runs.verified(repair=True)
+        found = {each.where: each for each in kept.findings if each.check == "block"}
+        assert found.keys() >= {_where(runs, "i", member) for member in members}
+        assert not any(each.is_mended for each in found.values())
+        assert all("the record cannot be read" in each.what for each in found.values())
+    assert (await runs.verified(repair=True, drop_unreadable=True)).is_repaired
+    assert (await runs.verified()).is_clean, (await runs.verified()).findings
+    left = sorted({*range(1, 151), *range(1000, 1070)} - set(members))
+    assert sorted(await runs.blocks("i")) == left
+    assert await runs.usage("i") == {ONE: 10 * len(left)}
+    families = [[child for child in (parent + 1,) if child in left and child != 1000] for parent in range(1, 151)]
+    assert await runs.backend("i").families(range(1, 151)) == families
+    assert await _ask(runs, b"EXISTS", names.runs + run) == 0
+
+
+async def test_a_change_in_flight_of_a_run_is_no_finding(runs: IndexRig) -> None:
+    names, (run, _) = _tag(runs, "i", 1), await _run_of(runs, "i", 1)
+    await _ask(runs, b"ZADD", names.pending, 5.0, run)
+    pauses = iter(range(9))
+
+    async def settle() -> None:
+        if next(pauses) == 0:
+            await _ask(runs, b"ZREM", names.pending, run)
+
+    runs._pause = settle  # type: ignore[method-assign]
+    assert (await runs.verified()).is_clean
+    assert next(pauses) == 1
+
+
+async def test_a_run_that_changed_since_it_was_judged_is_not_mended(runs: IndexRig) -> None:
+    """A repair changes what is derived only while the record is the one that was judged."""
+    assert runs.metadata.client is not None
+    placement = runs.registry.instances.placement("i")
+    audit = RunsAudit(runs.metadata.client, placement.uid, placement.tags, LostRuns())
+    (shard,) = shards_of([1], placement.tags)
+    (view,) = await audit.read_blocks(shard, {1: frozenset()})
+    await runs.put("i", {1: None})
+    assert not await audit.mend(shard, view)
+    await runs.put("i", _uniform(1))
+    assert not await audit.mend(shard, view)
+    assert not await audit.drop_record(shard, view)
+    await _check_all_there(runs)
+
+
+async def test_what_a_repair_mends_beside_runs_is_read_again(request: pytest.FixtureRequest) -> None:
+    """Managers are notified of changes of runs only; nothing of the notification stays."""
+    async with opened("redis_runs", request) as rig:
+        await rig.configure()
+        await rig.put("i", _uniform(3))
+        names = _tag(rig, "i", 1)
+        before = await _ask(rig, b"KEYS", names.runs + b"*")
+        assert rig.metadata.client is not None
+        audit = RunsAudit(rig.metadata.client, rig.registry.instances.placement("i").uid, 1, LostRuns())
+        await audit.add_usage(0, {Sum(ONE, is_deleting=False): 5})
+        assert await _ask(rig, b"KEYS", names.runs + b"*") == before
+        assert await rig.usage("i") == {ONE: 35}
 
 
 # ── Audit suspects ──

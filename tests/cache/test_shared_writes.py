@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import pytest
 from cache_rig import Rig, group, instance, opened
@@ -13,10 +14,12 @@ from redis_servers import Servers
 
 from kvcm.cache.quotas import SharedLedger
 from kvcm.cache.write_sessions import FinishedWrite, LocationChecksums, Retention, WriteRequest
+from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.backends.redis_runs import RunsBackend
 from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.instances import Instance
+from kvcm.model.instances import Instance, Placement
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.store.redis.client import RedisClient
@@ -24,16 +27,19 @@ from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.store import RedisStore
 from kvcm.store.redis.uri import parse_redis_uri
 
-KINDS = ["standalone", "cluster", "sentinel"]
+KINDS = {"standalone": 0, "cluster": 0, "sentinel": 0, "standalone-runs": 1, "cluster-runs": 4, "sentinel-runs": 1}
+"""Deployments of Redis, and tags of an instance: 0 where it keeps a value per block."""
 CHAIN = tuple(range(1, 21))
-LONG = tuple(range(1, 601))  # cut: a script takes 160 keys
+LONG = tuple(range(1, 601))  # cut: a script takes 160 keys, or 512 blocks in runs
+TAGS = WeakKeyDictionary[RedisClient, int]()
 
 
 @pytest.fixture(params=KINDS)
 async def client(request: pytest.FixtureRequest) -> AsyncIterator[RedisClient]:
     """A client of each kind of deployment, under a name of the test's own."""
-    servers: Servers = request.getfixturevalue(f"redis_{request.param}")
+    servers: Servers = request.getfixturevalue(f"redis_{request.param.removesuffix('-runs')}")
     made = RedisClient.of(parse_redis_uri(servers.uri(secrets.token_hex(8))))
+    TAGS[made] = KINDS[request.param]
     yield made
     await made.close()
 
@@ -46,8 +52,15 @@ def shared_rig(
 ) -> Rig:
     """A manager over Redis. Its registry is its own: made alike, those of two managers say the same."""
 
+    def new_backend(placement: Placement) -> IndexBackend:
+        if TAGS[client]:
+            return RunsBackend(client, placement.uid, TAGS[client])
+        return RedisBackend(client, placement.uid, placement.shard_count)
+
     class SharedRig(Rig):
-        new_backend = staticmethod(lambda placement: RedisBackend(client, placement.uid, placement.shard_count))
+        pass
+
+    SharedRig.new_backend = staticmethod(new_backend)
 
     ledger = SharedLedger(QuotaCounters(client), secrets.token_hex(4))
     return SharedRig(configured or group(), registered or instance(), ledger, RedisStore(client), first_id)

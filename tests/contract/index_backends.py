@@ -14,6 +14,7 @@ import pytest
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.backends.redis_runs import RunsBackend
 from kvcm.index.backends.rocks import load_index
 from kvcm.model.clock import SystemClock
 from kvcm.store.redis.client import RedisClient
@@ -67,7 +68,9 @@ async def _rocks(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
         await store.close()
 
 
-def _redis(servers: str) -> Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Rig]]:
+def _redis(
+    servers: str, new: Callable[[RedisClient, int, int], IndexBackend], parts: int = _SHARD_COUNT
+) -> Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Rig]]:
     """Return what makes a rig on servers that a fixture runs."""
 
     @asynccontextmanager
@@ -78,11 +81,11 @@ def _redis(servers: str) -> Callable[[pytest.FixtureRequest], AbstractAsyncConte
 
             def fresh() -> IndexBackend:
                 uid = next(_uids)
-                backend = RedisBackend(one, uid, _SHARD_COUNT)
+                backend = new(one, uid, parts)
                 made[backend] = uid
                 return backend
 
-            yield Rig(fresh, lambda backend: RedisBackend(another, made[backend], _SHARD_COUNT))
+            yield Rig(fresh, lambda backend: new(another, made[backend], parts))
 
     return rig
 
@@ -90,9 +93,11 @@ def _redis(servers: str) -> Callable[[pytest.FixtureRequest], AbstractAsyncConte
 RIGS: dict[str, Callable[[pytest.FixtureRequest], AbstractAsyncContextManager[Rig]]] = {
     "memory": _memory,
     "rocksdb": _rocks,
-    "redis": _redis("redis_standalone"),
-    "redis-cluster": _redis("redis_cluster"),
-    "redis-sentinel": _redis("redis_sentinel"),
+    "redis": _redis("redis_standalone", RedisBackend),
+    "redis-cluster": _redis("redis_cluster", RedisBackend),
+    "redis-sentinel": _redis("redis_sentinel", RedisBackend),
+    "redis-runs": _redis("redis_standalone", RunsBackend, 1),
+    "redis-runs-cluster": _redis("redis_cluster", RunsBackend),
 }
 # Behind Sentinel is a Redis like any other, which the client finds in another way: CI tries that.
 KINDS = [pytest.param(kind, marks=pytest.mark.ci) if kind == "redis-sentinel" else kind for kind in RIGS]

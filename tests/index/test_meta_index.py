@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_rig import CountingBackend, TableView, location, record
+from record_by_record import RecordByRecord
 from thoroughness import examples
 
 from kvcm.index.backends.backend import Change, Written
@@ -197,7 +198,7 @@ async def test_invariant_4_usage_is_the_recount(batches: list[dict[int, BlockRec
 # ── Usage when a shared store writes and its answer is lost ──
 
 
-class LostAnswersBackend(MemoryBackend):
+class LostAnswersBackend(RecordByRecord, MemoryBackend):
     """A shared store whose answers to writes get lost, after it wrote or before."""
 
     awaits = True

@@ -11,16 +11,15 @@ from random import Random
 from typing import Any
 
 import pytest
-import redis
+from full_server import FULL, FullServer, full_server
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from index_rig import TableView
 from redis_servers import Standalone, standalone
 from thoroughness import examples
-from waiting import until
 
 from kvcm.index.backends.backend import Access, Change, Sum
-from kvcm.index.backends.redis import BlockKeys, RedisBackend, ShardKeys, SharedSums
+from kvcm.index.backends.redis import BlockKeys, RedisBackend, ShardKeys, SharedSums, totals_of
 from kvcm.index.codec import decode_record
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
@@ -302,43 +301,12 @@ async def test_a_dead_server_is_an_error_of_storage(tmp_path: Path) -> None:
 
 DELETING = SERVING._replace(status=LocationStatus.DELETING, deadline=1700000060.0)
 PLACE = StorageKey("nfs", StorageType.ST_NFS)
-MIB = 1 << 20
-FULL = "memory of the server is full"
-
-
-class FullServer:
-    """A server with some free memory, a client of it, and calls that fill and free the memory."""
-
-    def __init__(self, admin: redis.Redis, client: RedisClient) -> None:
-        self._admin, self.client = admin, client
-        admin.config_set("maxmemory", self._used_bytes() + 4 * MIB)
-
-    def fill(self) -> None:
-        """Write until the server refuses; the last bytes by small values."""
-        for size_bytes in (MIB // 4, 1024, 16):
-            with pytest.raises(redis.exceptions.OutOfMemoryError):
-                self._write(size_bytes)
-
-    def free(self) -> None:
-        """Take the large values away."""
-        self._admin.delete(*(f"ballast{MIB // 4}.{number}" for number in range(100)))
-        until(lambda: self._used_bytes() < int(self._admin.config_get("maxmemory")["maxmemory"]))
-
-    def _write(self, size_bytes: int) -> None:
-        for number in range(100_000):
-            self._admin.set(f"ballast{size_bytes}.{number}", bytes(size_bytes))
-
-    def _used_bytes(self) -> int:
-        return int(self._admin.info("memory")["used_memory"])
 
 
 @pytest.fixture
 async def full(tmp_path: Path) -> AsyncIterator[FullServer]:
-    with standalone(tmp_path) as server, server.server.admin() as admin:
-        client = RedisClient.of(parse_redis_uri(server.uri("full", timeout_ms=10_000)))
-        await client.ping()
-        yield FullServer(admin, client)
-        await client.close()
+    async with full_server(tmp_path) as made:
+        yield made
 
 
 async def write(backend: RedisBackend, keys: Iterable[int], new: BlockRecord | None) -> None:
@@ -463,7 +431,7 @@ EVENTS = st.lists(
 @settings(deadline=None)
 @given(events=EVENTS)
 async def test_nothing_counts_twice_whatever_overlaps(events: list[tuple[str, int, int]]) -> None:
-    server, sums = Server(), SharedSums(SHARDS)
+    server, sums = Server(), SharedSums([totals_of(shard) for shard in SHARDS])
     asking: list[asyncio.Task[None]] = []
     for name, number, size in events:
         if name in {"ours", "theirs"}:
@@ -555,7 +523,7 @@ async def _refreshed(server: Server, sums: SharedSums, count: int) -> list[async
 
 
 async def test_refreshes_during_a_request_share_the_next_request() -> None:
-    server, sums = Server(), SharedSums(SHARDS)
+    server, sums = Server(), SharedSums([totals_of(shard) for shard in SHARDS])
     tasks = await _refreshed(server, sums, 5)
     server.write(0, 7, is_ours=False)  # after the request in flight, before the others get its answer
     server.answer()
@@ -568,7 +536,7 @@ async def test_refreshes_during_a_request_share_the_next_request() -> None:
 
 
 async def test_refreshes_that_wait_for_a_store_that_does_not_answer_share_its_failure() -> None:
-    server, sums = Server(), SharedSums(SHARDS)
+    server, sums = Server(), SharedSums([totals_of(shard) for shard in SHARDS])
     tasks = await _refreshed(server, sums, 5)
     for _ in range(2):
         await settle()
@@ -581,7 +549,7 @@ async def test_refreshes_that_wait_for_a_store_that_does_not_answer_share_its_fa
 
 
 async def test_a_cancelled_refresh_leaves_the_others_their_answer() -> None:
-    server, sums = Server(), SharedSums(SHARDS)
+    server, sums = Server(), SharedSums([totals_of(shard) for shard in SHARDS])
     tasks = await _refreshed(server, sums, 2)
     server.answer()
     await settle()
@@ -602,11 +570,12 @@ KEYS = BlockKeys("a.b(")
 @given(uid=st.integers(0, 2**40), shard=st.integers(0, 4095), key=st.integers(-(2**63), 2**63 - 1))
 @example(uid=1, shard=2, key=0x0A0A7D2E0A0A7D0A)  # newlines, brace and dot
 def test_a_name_is_taken_apart(uid: int, shard: int, key: int) -> None:
-    name = f"a.b(:b{{{uid}.{shard}}}".encode() + key.to_bytes(8, "big", signed=True)
-    assert name.startswith(KEYS.prefix)
-    found = KEYS.by_uid(KEYS.by_head([name]))
-    assert found == {uid: [name[-8:]]}
-    assert unpack_keys(found[uid]) == [mixed_key(key)]
+    for kind in "bk":
+        name = f"a.b(:{kind}{{{uid}.{shard}}}".encode() + key.to_bytes(8, "big", signed=True)
+        assert name.startswith(KEYS.prefixes)
+        found = KEYS.by_uid(KEYS.by_head([name]))
+        assert found == {uid: [name[-8:]]}
+        assert unpack_keys(found[uid]) == [mixed_key(key)]
 
 
 FOREIGN = (
@@ -617,6 +586,8 @@ FOREIGN = (
 
 @pytest.mark.parametrize("rest", FOREIGN)
 def test_a_foreign_name_below_the_prefix_is_none(rest: bytes) -> None:
-    foreign = (KEYS.prefix + rest, b"another:b{7.1}12345678")
-    for names in (foreign, (*foreign, KEYS.prefix + b"7.1}12345678", KEYS.prefix + b"7.2}abcdefgh")):
-        assert KEYS.by_uid(KEYS.by_head(names)) == ({7: [b"12345678", b"abcdefgh"]} if len(names) > 2 else {})
+    records, runs = KEYS.prefixes
+    foreign = (records + rest, runs + rest, b"another:b{7.1}12345678")
+    assert KEYS.by_uid(KEYS.by_head(foreign)) == {}
+    names = (*foreign, records + b"7.1}12345678", runs + b"7.2}abcdefgh")
+    assert KEYS.by_uid(KEYS.by_head(names)) == {7: [b"12345678", b"abcdefgh"]}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_rig import TableView, location, record
+from record_by_record import RecordByRecord
 from thoroughness import examples
 
 from kvcm.index.backends.memory import MemoryBackend
@@ -37,7 +38,7 @@ def hidden(number: int) -> BlockRecord:
     return record(location(f"v{number}", status=LocationStatus.DELETING))
 
 
-class SharedBackend(MemoryBackend):
+class SharedBackend(RecordByRecord, MemoryBackend):
     """Like one in front of which the cache needs a budget."""
 
     awaits = True

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from cache_world import CLUSTER, CountingIds
 from fake_clock import FakeClock
+from record_by_record import RecordByRecord
 
 from kvcm.cache.manager import CacheManager
 from kvcm.index.backends.backend import Change, Written
@@ -135,7 +136,7 @@ class SharedTable:
         return self._inner.due_from
 
 
-class SharedBackend:
+class SharedBackend(RecordByRecord):
     """The records of one instance: calls suspend as those of a table do."""
 
     awaits = True

@@ -13,6 +13,7 @@ from cache_world import decoded, dummy
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from record_by_record import RecordByRecord
 from suspending_backend import SpiedShardLocks, Steps, SuspendingBackend, check_lock_order, spy_on_locks
 from thoroughness import examples, is_thorough
 
@@ -319,7 +320,7 @@ def increase(key: int, old: BlockRecord | None) -> BlockRecord:
     return counted_record(key, 1 if old is None else old.depth + 1)
 
 
-class ContestedBackend(MemoryBackend):
+class ContestedBackend(RecordByRecord, MemoryBackend):
     """A shared store: a rival increments some of the keys right before they are compared and set.
 
     Attributes:

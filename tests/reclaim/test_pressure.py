@@ -14,6 +14,7 @@ from at_once import now
 from hypothesis import example, given
 from hypothesis import strategies as st
 from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
+from record_by_record import RecordByRecord
 
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.memory import MemoryBackend
@@ -318,7 +319,7 @@ STEPS = 300
 KEYS = range(12)
 
 
-class SharedMemory(MemoryBackend):
+class SharedMemory(RecordByRecord, MemoryBackend):
     """Records that other managers change, too."""
 
     is_shared = True

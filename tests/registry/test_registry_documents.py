@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from random import Random
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 from fake_clock import FakeClock
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from redis_servers import Standalone
 from registry_rig import GROUP, INSTANCE, SuspendingTable
@@ -45,7 +46,8 @@ from kvcm.model.storages import NfsStorageSpec, StorageConfig, StorageSpec
 from kvcm.registry.document_cache import DocumentCache, decode_document, encode_document
 from kvcm.registry.instances import ReservedInstances
 from kvcm.registry.leadership import VitalsTable
-from kvcm.registry.registry import NEWEST_SCHEMA, Schema, check_schema, ensure_schema
+from kvcm.registry.registry import NEWEST_SCHEMA, Registry, Schema, check_schema, ensure_schema, finalize_schema
+from kvcm.registry.storages import ClosedStorages
 from kvcm.store.memory import MemoryTable
 from kvcm.store.store import Table
 
@@ -117,6 +119,70 @@ def test_documents_have_the_format_that_other_releases_read() -> None:
     registration = json.loads(encode_document(Registration(INSTANCE, Placement(7, 16))))["value"]
     assert registration["placement"] == [7, 16]
     assert registration["instance"]["location_spec_infos"][0] == {"name": "tp0", "size": 64, "kind": 0}
+
+
+class _PlacementBefore(NamedTuple):
+    """As releases had it that knew schema 1 only."""
+
+    uid: int
+    shard_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class _RegistrationBefore:
+    instance: Instance
+    placement: _PlacementBefore
+
+
+@given(values(Instance), st.integers(0, 2**63 - 1), st.integers(1, 64))
+@example(INSTANCE, 7, 16)
+def test_an_instance_without_runs_has_the_document_that_earlier_releases_wrote(
+    instance: Instance, uid: int, shard_count: int
+) -> None:
+    document = encode_document(Registration(instance, Placement(uid, shard_count)))
+    before = _RegistrationBefore(instance, _PlacementBefore(uid, shard_count))
+    assert document == b'{"version":1,"value":' + msgspec.json.encode(before) + b"}"
+    assert decode_document(_RegistrationBefore, document) == before
+    assert decode_document(Registration, document) == Registration(instance, Placement(uid, shard_count, 0))
+
+
+@pytest.mark.parametrize("tags", [1, 16])
+def test_an_earlier_release_refuses_an_instance_with_runs(tags: int) -> None:
+    registration = Registration(INSTANCE, Placement(7, 16, tags))
+    document = encode_document(registration)
+    assert json.loads(document)["version"] == 2
+    assert json.loads(document)["value"]["placement"] == [7, 16, tags]
+    assert decode_document(Registration, document) == registration
+    with pytest.raises(StorageIOError, match="document of version 2, this release reads version 1"):
+        decode_document(_RegistrationBefore, document)
+
+
+def test_a_registration_of_a_later_version_is_refused() -> None:
+    document = encode_document(Registration(INSTANCE, Placement(7, 16, 1))).replace(b'"version":2', b'"version":3')
+    with pytest.raises(StorageIOError, match="document of version 3, this release reads version 2"):
+        decode_document(Registration, document)
+
+
+def test_reservations_keep_the_tags_of_registrations_under_way() -> None:
+    """Another manager completes them, where the first one died."""
+    plain, with_runs = (Registration(INSTANCE, Placement(7, 16, tags)) for tags in (0, 4))
+    for pending in ((plain,), (with_runs,), (plain, with_runs)):
+        reserved = ReservedInstances({1: "a"}, pending)
+        assert decode_document(ReservedInstances, encode_document(reserved)) == reserved
+
+
+@dataclass(frozen=True, slots=True)
+class _ReservedBefore:
+    held: dict[int, str]
+    pending: tuple[_RegistrationBefore, ...]
+
+
+def test_a_reservation_of_an_instance_without_runs_is_read_by_earlier_releases() -> None:
+    """They run beside this one until the schema is finalized."""
+    document = encode_document(ReservedInstances({1: "a"}, (Registration(INSTANCE, Placement(7, 16)),)))
+    before = _ReservedBefore({1: "a"}, (_RegistrationBefore(INSTANCE, _PlacementBefore(7, 16)),))
+    assert decode_document(_ReservedBefore, document) == before
+    assert document == b'{"version":1,"value":' + msgspec.json.encode(before) + b"}"
 
 
 def test_what_an_older_release_did_not_write_has_its_default() -> None:
@@ -336,6 +402,80 @@ async def test_a_store_keeps_the_release_that_gave_it_its_schema() -> None:
     assert await _cabinet(table).read("schema") == Schema(1, __version__)
     await ensure_schema(table, _flushed)
     assert await table.all() == first
+
+
+@pytest.mark.parametrize("first", [1, 2])
+async def test_a_new_store_has_the_schema_it_is_given(first: int) -> None:
+    table = MemoryTable()
+    await table.replace("meta/cluster", None, encode_document("c"))  # no document of a deployment
+    assert await ensure_schema(table, _flushed, first) == Schema(first, __version__)
+    assert await _cabinet(table).read("schema") == Schema(first, __version__)
+    for other in (1, 2):
+        assert await ensure_schema(table, _flushed, other) == Schema(first, __version__), "it keeps its schema"
+
+
+async def test_a_store_of_a_release_without_schemas_has_the_first() -> None:
+    """What runs beside this release may be the one before."""
+    table = MemoryTable()
+    await table.replace("group/g", None, encode_document(GROUP))
+    assert await ensure_schema(table, _flushed, 2) == Schema(1, __version__)
+    await table.replace("group/g", await table.get("group/g"), None)
+    assert await ensure_schema(table, _flushed, 2) == Schema(1, __version__), "an empty one, too"
+
+
+async def test_of_managers_that_start_at_once_one_gives_a_new_store_its_schema() -> None:
+    table = SuspendingTable(MemoryTable())
+    given_schemas = await asyncio.gather(*(ensure_schema(table, _flushed, first) for first in (2, 1, 2, 1)))
+    assert set(given_schemas) == {await _cabinet(table).read("schema")}
+
+
+async def test_a_schema_is_finalized_once() -> None:
+    table, flushes = MemoryTable(), list[Schema | None]()
+
+    async def flush() -> None:
+        flushes.append(await _cabinet(table).read("schema"))
+
+    await _cabinet(table).change("schema", lambda _known: Schema(1, "0.9.0"))
+    assert await finalize_schema(table, flush) == Schema(1, "0.9.0")
+    newest = Schema(NEWEST_SCHEMA, __version__)
+    assert flushes[-1] == newest, "it is durable when the call returns"
+    assert await finalize_schema(table, flush) == newest
+    assert await _cabinet(table).read("schema") == newest
+    assert await ensure_schema(table, _flushed) == newest
+
+
+async def test_a_finalized_store_keeps_the_release_that_finalized_it() -> None:
+    table = MemoryTable()
+    await _cabinet(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA, "1.0.0"))
+    assert await finalize_schema(table, _flushed) == Schema(NEWEST_SCHEMA, "1.0.0")
+    assert await _cabinet(table).read("schema") == Schema(NEWEST_SCHEMA, "1.0.0")
+
+
+async def test_a_schema_that_is_too_new_is_not_finalized() -> None:
+    table = MemoryTable()
+    await _cabinet(table).change("schema", lambda _known: Schema(NEWEST_SCHEMA + 1, "7.1.0"))
+    before = await table.all()
+    with pytest.raises(StorageIOError, match=r"run 7\.1\.0"):
+        await finalize_schema(table, _flushed)
+    assert await table.all() == before
+
+
+@pytest.mark.parametrize("tags", [0, 1, 16])
+async def test_registered_instances_have_the_tags_of_their_registry(tags: int) -> None:
+    """Those that are registered already keep theirs."""
+    table = MemoryTable()
+    before = Registry(ClosedStorages(), table, tags=0)
+    await before.groups.create(GROUP)
+    await before.instances.register(INSTANCE)
+    registry = Registry(ClosedStorages(), table, tags=tags)
+    await registry.load()
+    await registry.instances.register(replace(INSTANCE, instance_id="new"))
+    await registry.instances.register(INSTANCE)
+    other = Registry(ClosedStorages(), table, tags=7)
+    await other.load()
+    for each in (registry, other):
+        assert each.instances.placement(INSTANCE.instance_id).tags == 0
+        assert each.instances.placement("new").tags == tags
 
 
 @pytest.mark.parametrize("read_schema", [check_schema, lambda table: ensure_schema(table, _flushed)])

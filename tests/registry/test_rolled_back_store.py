@@ -134,7 +134,8 @@ def test_a_uid_that_is_taken_is_drawn_again() -> None:
     registrations.refresh_from({"instance/a": encode_document(known[0])}, ())
     removals.refresh_from({f"removal/{least + 1}": encode_document(known[1])}, ())
     drawn = iter([0, 1, 2, 2, 0, 3])
-    assert Uids(registrations, removals, "rocksdb", lambda _: next(drawn)).new(2) == [least + 2, least + 3]
+    placements = Uids(registrations, removals, "rocksdb", lambda _: next(drawn)).place([None, None])
+    assert [each.uid for each in placements] == [least + 2, least + 3]
 
 
 async def test_a_cache_is_not_that_of_another_registration_with_its_uid() -> None:

@@ -63,7 +63,7 @@ class Notified:
         self.asked = 0
         self._execute, self._run = mine.execute, mine.run
         mine.execute, mine.run = self.execute, self.run  # type: ignore[method-assign]
-        prefixes = [BlockKeys(mine.prefix).prefix, *self.store.notified_prefixes]
+        prefixes = [*BlockKeys(mine.prefix).prefixes, *self.store.notified_prefixes]
         revisions = self.store.revisions
         self.invalidations = Invalidations(mine, prefixes, revisions.record, revisions.reset)
         revisions.is_live = lambda: self.invalidations.is_live

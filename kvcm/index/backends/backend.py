@@ -16,7 +16,7 @@ from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import ScriptCall
 from kvcm.store.store import Revision
-from kvcm.telemetry.metrics import current_measures, timed
+from kvcm.telemetry.metrics import current_measures, measure, measure_all, timed
 
 __all__ = [
     "NOTHING_WRITTEN",
@@ -37,6 +37,7 @@ __all__ = [
     "is_resident",
     "read_answers",
     "read_records",
+    "read_runs",
     "stored_at",
     "sums_of",
     "takes_the_same",
@@ -572,7 +573,25 @@ class IndexBackend(Protocol):
 
 class SharedBackend(IndexBackend, Protocol):
     """Keeps records in a store that several managers share. It makes changes of whole runs together with changes of
-    other things, in one round trip."""
+    other things, in one round trip.
+
+    Attributes:
+        on_stale: called with keys of records that others may have changed since they were read, or of whose changes
+            this manager would not be notified from now on; before the read returns.
+    """
+
+    on_stale: Callable[[Sequence[int]], None]
+
+    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+        """Do `get_many` for those who need no more of a block than its locations: return blocks that have one location
+        each together as they are stored, more than were asked for maybe, and the records of the others."""
+
+    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
+        """Return the keys of records that were read and may have changed.
+
+        Args:
+            members: what the names end with that the store notified of: what holds records of this instance changed.
+        """
 
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then
@@ -622,6 +641,20 @@ def read_answers(
     if current_measures() is not None:
         measure("meta_indexer.query_batch_num", 1)
     return answers
+
+
+async def read_runs(
+    backend: SharedBackend, keys: Sequence[int]
+) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+    """Do `get_runs`."""
+    with timed("meta_indexer.get_io_time_us"):
+        runs, records = await backend.get_runs(keys)
+    measures = current_measures()
+    if measures is not None:
+        found = set(keys).intersection(records, *(run.keys for run in runs))
+        absent = len(set(keys)) - len(found)
+        measure_all({"meta_indexer.query_batch_num": 1, "meta_indexer.get_not_exist_key_count": absent})
+    return runs, records
 
 
 async def write_changes(backend: IndexBackend, changes: Sequence[Change]) -> Written:

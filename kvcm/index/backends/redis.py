@@ -88,9 +88,12 @@ __all__ = [
     "RedisBackend",
     "ShardKeys",
     "SharedSums",
+    "access_of",
     "first_score",
     "is_retired",
     "merged",
+    "new_score",
+    "totals_of",
 ]
 
 # Names of what an index keeps in Redis (docs/metadata.md): all keys of a lock shard share one hash tag.
@@ -126,23 +129,24 @@ class ShardKeys(NamedTuple):
 
 
 class BlockKeys:
-    """The records of one deployment.
+    """The records and runs of one deployment.
 
     Attributes:
-        prefix: what all of them begin with.
+        prefixes: what all of them begin with.
 
     Args:
         deployment: name that every key of the deployment begins with.
     """
 
     def __init__(self, deployment: str) -> None:
-        self.prefix = f"{deployment}:b{{".encode()
-        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}").fullmatch
+        self.prefixes = (f"{deployment}:b{{".encode(), f"{deployment}:k{{".encode())
+        kinds = b"|".join(map(re.escape, self.prefixes))
+        self._match = re.compile(b"(?:" + kinds + rb")(\d{1,19})\.\d{1,19}\}").fullmatch
         self._uids: dict[bytes, int | None] = {}  # by the beginnings of names, of which each shard has one
 
     def by_head(self, names: Iterable[bytes]) -> dict[bytes, list[bytes]]:
-        """Return the members that records' names end with, by what the names begin with: the same for a shard. Every
-        manager does this for each change of a block, so a name costs two slices and one lookup."""
+        """Return what the names end with, keys of blocks or ids of runs, by what they begin with: the same for a shard.
+        Every manager does this for each change of a block, so a name costs two slices and one lookup."""
         members: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for name in names:
             members[name[: -KEY.size]].append(name[-KEY.size :])
@@ -448,7 +452,7 @@ Placed = tuple[bytes, float]
 """A member of the order and its score."""
 
 
-def _access_of(score: float) -> Access:
+def access_of(score: float) -> Access:
     """Return the access that a score encodes."""
     seconds, reads = divmod(score, 1)
     return Access(int(seconds) % RETIRED, round(reads * _READS_PER_SECOND))
@@ -464,7 +468,7 @@ def first_score(record: BlockRecord) -> int:
     return whole_seconds(stored_at(record)) + (0 if is_resident(record) else RETIRED)
 
 
-def _new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
+def new_score(old: BlockRecord | None, new: BlockRecord | None) -> int | bool:
     """Return the score that a change sets, True to retire the block, False to leave its score."""
     if new is None:
         return False
@@ -525,6 +529,13 @@ _TOTALS: Final = Script("""
 return {redis.call('ZCARD', KEYS[1]), redis.call('HGETALL', KEYS[2])}
 """)
 _SEQUENCE_FIELD: Final = b"#"
+
+
+def totals_of(shard: ShardKeys) -> ScriptCall:
+    """Return the call that reads the sums of a shard."""
+    return ScriptCall(_TOTALS, [shard.order, shard.usage])
+
+
 Run = Callable[[Sequence[ScriptCall]], Awaitable[Sequence[Any]]]
 
 
@@ -547,11 +558,11 @@ class SharedSums:
         deleting_keys: blocks of which everything is being deleted.
 
     Args:
-        shards: names of their keys.
+        calls: for each shard the call that returns the number of its blocks, and fields and values of its sums.
     """
 
-    def __init__(self, shards: Sequence[ShardKeys]) -> None:
-        self._calls = [ScriptCall(_TOTALS, [shard.order, shard.usage]) for shard in shards]
+    def __init__(self, calls: Sequence[ScriptCall]) -> None:
+        self._calls = calls
         self._one_at_a_time = asyncio.Lock()
         self._requested = self._reported = 0  # how often, and the number of the last time that was answered or failed
         self._trouble: KvcmError | None = None  # of that time
@@ -663,7 +674,7 @@ class _ShardWrite:
         self._parents_left: list[int] = []
         self._parents_joined: list[int] = []
         for index, (_, old, new, _) in enumerate(changes, 1):
-            self._scores.append(_new_score(old, new))
+            self._scores.append(new_score(old, new))
             self._dues.append(_due_order(old, new))
             self._relate(index, old, new)
             self.sums.count(index, old, new)
@@ -804,11 +815,12 @@ class RedisBackend:
     is_shared = True
 
     def __init__(self, client: RedisClient, uid: int, shard_count: int, revisions: Revisions | None = None) -> None:
+        self.on_stale: Callable[[Sequence[int]], None] = lambda _keys: None
         self._client = client
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
         pending, owner = [shard.pending for shard in self._shards], owner_of(self._shards[0].blocks)
         self._pending = DueSets(client, pending, revisions or Revisions(), owner)
-        self._sums = SharedSums(self._shards)
+        self._sums = SharedSums([totals_of(shard) for shard in self._shards])
         self._sums_revision: Revision | None = None
 
     @property
@@ -847,6 +859,10 @@ class RedisBackend:
             return await self._read(keys)
         return [record for part in _cut(keys, _MOST_KEYS_PER_READ) for record in await self._read(part)]
 
+    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+        pairs = zip(keys, await self.get_many(keys), strict=True)
+        return (), {key: record for key, record in pairs if record is not None}
+
     @staged("store", "redis.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
         if not changes:
@@ -868,6 +884,9 @@ class RedisBackend:
         self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
     ) -> None:
         """Records are in Redis: `get_many`."""
+
+    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
+        return unpack_keys(members)
 
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many` and `stage_begin`."""
@@ -1006,7 +1025,7 @@ class RedisBackend:
         if not is_enough:
             coldest, _ = await self._coldest(count, start, count)
         keys = unpack_keys(member for member, _ in coldest)
-        return [(key, _access_of(score)) for key, (_, score) in zip(keys, coldest, strict=True)]
+        return [(key, access_of(score)) for key, (_, score) in zip(keys, coldest, strict=True)]
 
     async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[Placed], bool]:
         firsts = [(b"ZRANGE", shard.order, start, start + requested - 1, b"WITHSCORES") for shard in self._shards]
@@ -1100,7 +1119,7 @@ class RedisBackend:
 
 
 def _access(score: bytes | None) -> Access | None:
-    return None if score is None else _access_of(float(score))
+    return None if score is None else access_of(float(score))
 
 
 def _cut(items: Sequence[_Item], size: int) -> Iterable[Sequence[_Item]]:

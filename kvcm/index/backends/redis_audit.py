@@ -18,11 +18,12 @@ from kvcm.index.backends.audit import BATCH_KEYS, Claims, StoredBlock
 from kvcm.index.backends.backend import Sum
 from kvcm.index.backends.redis import KEY, RELATION, RETIRED, ShardKeys, first_score, is_retired
 from kvcm.index.codec import STAMP_SIZE, decode_record
+from kvcm.index.run_codec import keys_of
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import mixed, pack_keys, unpack_keys
 from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
 
-__all__ = ["RedisAudit", "StoredBlocks"]
+__all__ = ["LostRuns", "RedisAudit", "StoredBlocks", "claims_of", "relations_of", "scanned_members"]
 
 _KEYS_PER_CALL: Final = 256
 _ABSENT: Final = bytes(STAMP_SIZE)
@@ -89,17 +90,17 @@ class RedisAudit:
         self._names = [ShardKeys.of(client.prefix, uid, shard) for shard in self.shards]
 
     async def listed(self, shard: int) -> AsyncIterator[Claims]:
-        async for members in self._scan(b"ZSCAN", self._names[shard].order):
+        async for members in scanned_members(self._client, b"ZSCAN", self._names[shard].order):
             for batch in _cut(members[::2], BATCH_KEYS):
                 yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
-        async for members in self._scan(b"ZSCAN", self._names[shard].pending):
+        async for members in scanned_members(self._client, b"ZSCAN", self._names[shard].pending):
             for batch in _cut(members[::2], BATCH_KEYS):
                 yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
-        async for relations in self._scan(b"ZSCAN", self._names[shard].children):
+        async for relations in scanned_members(self._client, b"ZSCAN", self._names[shard].children):
             for batch in _cut(relations[::2], BATCH_KEYS):
-                yield _claims(_relations(each for each in batch if len(each) == RELATION.size))
+                yield claims_of(relations_of(each for each in batch if len(each) == RELATION.size))
 
     async def read_blocks(self, shard: int, claims: Claims) -> list[StoredBlock]:
         names, keys = self._names[shard], list(claims)
@@ -148,15 +149,6 @@ class RedisAudit:
         beside = self._names[shard].blocks + _NO_RECORD
         await self._client.execute([(b"SET", beside, b"", b"PX", 1000), (b"DEL", beside)])
 
-    async def _scan(self, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
-        cursor: Any = b"0"
-        while True:
-            ((cursor, found),) = await self._client.execute([(command, key, cursor, b"COUNT", BATCH_KEYS)])
-            if found:
-                yield found
-            if cursor == b"0":
-                return
-
     async def _parents(self, names: ShardKeys, requested: Iterable[tuple[int, int]]) -> Claims:
         """Return whose children blocks are, of the pairs of parent and child that are asked for."""
         pairs = list(requested)
@@ -164,7 +156,24 @@ class RedisAudit:
             return {}
         members = (b"".join(pack_keys(pair)) for pair in pairs)
         (scores,) = await self._client.execute([(b"ZMSCORE", names.children, *members)])
-        return _claims(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
+        return claims_of(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
+
+
+async def scanned_members(client: RedisClient, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
+    """Yield what a key holds, page by page; what is there all the time at least once.
+
+    Args:
+        client: the store.
+        command: HSCAN or ZSCAN.
+        key: of the hash or sorted set.
+    """
+    cursor: Any = b"0"
+    while True:
+        ((cursor, found),) = await client.execute([(command, key, cursor, b"COUNT", BATCH_KEYS)])
+        if found:
+            yield found
+        if cursor == b"0":
+            return
 
 
 class _StoredKey(NamedTuple):
@@ -174,13 +183,30 @@ class _StoredKey(NamedTuple):
         name: of the key.
         uid: number of the instance's registration.
         shard: lock shard.
-        block: whose record it is, None for a key that the blocks of a shard share.
+        block: whose record it is, None for another key.
+        run: id of the run that it is, empty for another key.
     """
 
     name: bytes
     uid: int
     shard: int
     block: int | None
+    run: bytes = b""
+
+
+class LostRuns:
+    """Runs with blocks that no index leads to, as they were found among all keys of the servers."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, int], bytes] = {}
+
+    def add(self, uid: int, key: int, run: bytes) -> None:
+        """Remember in which run a block is."""
+        self._ids[uid, key] = run
+
+    def of(self, uid: int, key: int) -> bytes:
+        """Return the id of the run of a block, empty where none was found."""
+        return self._ids.get((uid, key), b"")
 
 
 class StoredBlocks:
@@ -188,10 +214,12 @@ class StoredBlocks:
 
     Args:
         client: the store.
+        lost: takes the runs of blocks that no index leads to.
     """
 
-    def __init__(self, client: RedisClient) -> None:
+    def __init__(self, client: RedisClient, lost: LostRuns) -> None:
         self._client = client
+        self._lost = lost
 
     async def uids(self) -> Counter[int]:
         """Return how many keys there are of each registration; some may be counted twice."""
@@ -215,6 +243,25 @@ class StoredBlocks:
                 missing = [block for block, score in zip(blocks, scores, strict=True) if score is None]
                 if missing:
                     yield uid, shard, missing
+            for key in batch:
+                missing = await self._lost_of(key) if key.run else []
+                if missing:
+                    yield key.uid, key.shard, missing
+
+    async def _lost_of(self, key: _StoredKey) -> list[int]:
+        """Return the blocks of a run that the index of their tag does not lead to; all if no scan finds the run."""
+        index = f"{self._client.prefix}:x{{{key.uid}.{key.shard}}}".encode()
+        ((value,),) = await self._client.mget([[key.name]])
+        members = _blocks_in(value or b"")
+        if not members:
+            return []
+        commands = [(b"HMGET", index, *members), (b"ZSCORE", self._order(key.uid, key.shard), key.run)]
+        ids, score = await self._client.execute(commands)
+        pairs = zip(members, ids, strict=True)
+        missing = unpack_keys(member for member, found in pairs if found is None or score is None)
+        for block in missing:
+            self._lost.add(key.uid, block, key.run)
+        return missing
 
     async def drop(self, uids: Container[int]) -> None:
         """Forget every key of these registrations."""
@@ -227,7 +274,7 @@ class StoredBlocks:
         return f"{self._client.prefix}:z{{{uid}.{shard}}}".encode()
 
     async def _batches(self) -> AsyncIterator[list[_StoredKey]]:
-        pattern = _escaped(self._client.prefix) + b":[bzcpu]{*"
+        pattern = _escaped(self._client.prefix) + b":[bzcpukx]{*"
         for address in await self._client.masters():
             connection = await self._client.connect(address)
             try:
@@ -257,10 +304,21 @@ def _parsed(prefix: str, name: bytes) -> _StoredKey | None:
     uid, _, shard = name[start + 2 : end].partition(b".")
     if not (uid.isdigit() and shard.isdigit()):
         return None  # a name like ours that is none of ours
-    is_block = name[start : start + 1] == b"b"
-    if len(name) != end + 1 + (KEY.size if is_block else 0):
+    kind = name[start : start + 1]
+    if len(name) != end + 1 + (KEY.size if kind in b"bk" else 0):
         return None
-    return _StoredKey(name, int(uid), int(shard), *(unpack_keys([name[-KEY.size :]]) if is_block else [None]))
+    if kind == b"k":
+        return _StoredKey(name, int(uid), int(shard), None, name[-KEY.size :])
+    return _StoredKey(name, int(uid), int(shard), *(unpack_keys([name[-KEY.size :]]) if kind == b"b" else [None]))
+
+
+def _blocks_in(value: bytes) -> Sequence[bytes]:
+    """Return the packed keys in a run, none where it cannot be read."""
+    try:
+        keys = keys_of(value)
+    except StorageIOError:
+        return ()
+    return [keys[at : at + KEY.size] for at in range(0, len(keys), KEY.size)]
 
 
 def _escaped(text: str) -> bytes:
@@ -292,14 +350,15 @@ def _parents_of(view: StoredBlock) -> frozenset[int]:
     return frozenset((record.parent,)) if record is not None and record.parent is not None else _NO_PARENTS
 
 
-def _claims(pairs: Iterable[tuple[int, int]]) -> Claims:
+def claims_of(pairs: Iterable[tuple[int, int]]) -> Claims:
+    """Return pairs of parent and child by child."""
     claims: dict[int, set[int]] = {}
     for parent, child in pairs:
         claims.setdefault(child, set()).add(parent)
     return {child: frozenset(parents) for child, parents in claims.items()}
 
 
-def _relations(members: Iterable[bytes]) -> Iterator[tuple[int, int]]:
+def relations_of(members: Iterable[bytes]) -> Iterator[tuple[int, int]]:
     """Yield the mixed keys of parents and their children."""
     keys = mixed([key for member in members for key in RELATION.unpack(member)])
     return zip(keys[::2], keys[1::2], strict=True)

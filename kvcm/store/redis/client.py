@@ -55,6 +55,7 @@ __all__ = [
     "ScriptCall",
     "Stages",
     "Topology",
+    "fits_in_one",
     "open_connection",
     "slot_of",
 ]
@@ -96,11 +97,13 @@ class ScriptCall(NamedTuple):
         script: what runs.
         keys: at least one; all share one hash tag.
         args: further arguments.
+        load: how many keys it is worth as work for the server, where that is more than its keys.
     """
 
     script: Script
     keys: Sequence[bytes]
     args: Sequence[Argument] = ()
+    load: int = 0
 
     @property
     def by_sha1(self) -> tuple[Argument, ...]:
@@ -932,16 +935,22 @@ async def _all(askings: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:
     return [result for result in results if not isinstance(result, BaseException)]
 
 
+def fits_in_one(stage: Sequence[ScriptCall]) -> bool:
+    """Return whether `RedisClient.run_in_turn` does not cut a stage."""
+    return len(_cut_by_keys(stage)) == 1
+
+
 def _cut_by_keys(stage: Sequence[ScriptCall]) -> list[list[ScriptCall]]:
     """Cut a stage into parts of `MOST_KEYS_PER_SCRIPT` keys, where no call alone has more; one part at least."""
     parts: list[list[ScriptCall]] = [[]]
     count = 0
     for call in stage:
-        if parts[-1] and count + len(call.keys) > MOST_KEYS_PER_SCRIPT:
+        work = max(len(call.keys), call.load)
+        if parts[-1] and count + work > MOST_KEYS_PER_SCRIPT:
             parts.append([])
             count = 0
         parts[-1].append(call)
-        count += len(call.keys)
+        count += work
     return parts
 
 

@@ -1,0 +1,685 @@
+"""Records in a Redis that several managers share, many blocks to a value.
+
+Blocks whose records differ in nothing but their place in the chain and their chunks are stored together, up to 64 in a
+*run*: they began in one write, and mostly they serve, are read, are marked and go together. What such a change costs
+the server hardly depends on how many blocks there are. A change of some blocks of a run takes them out into a run of
+their own, and a read of some cuts it, as a radix tree would.
+
+Keys of one tag share a hash tag, hence a slot of a cluster; `P` is the name of the deployment::
+
+    P:k{uid.tag} + id       a run of blocks (index/run_codec.py)
+    P:x{uid.tag}            index: key -> id of its run
+    P:z{uid.tag}            access order: id -> time and number of reads, as in `redis.py`
+    P:c{uid.tag}            children: parent + child, of the children that do not follow their parent within a run
+    P:p{uid.tag}            pending: id -> when a session expires or bytes may go
+    P:u{uid.tag}            usage, as in `redis.py`; @ -> the last id, counted from 1
+
+Keys of blocks and ids of runs are 8 bytes, big endian; the high 20 bits of an id are the number of its tag. Invariants:
+
+1. All six change in one Lua call, so a crash at any point leaves them in agreement (invariant 4 of the design).
+2. A block changes only where its run still has the stamp that was read: of several managers one wins, the others lose
+   and read again. A cut keeps the stamp, since it changes no record.
+3. All blocks of a run were read alike: its place in the access order is that of each.
+4. A request to a tag costs one call of a script, whatever the number of keys; a batch is cut, so that no call holds up
+   the server for more than about a millisecond.
+
+Rejected: a value per block (a member of each of three sorted sets, which is what the server's time goes into); a run
+per session (all its blocks would have to change together); positions in the index (each cut would rewrite them).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from itertools import zip_longest
+from random import Random
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvcm.index.backends.backend import (
+    NOTHING_WRITTEN,
+    Access,
+    Change,
+    FinishRun,
+    PlaceTally,
+    RowObserver,
+    StagedChange,
+    Sum,
+    UniformRun,
+    Written,
+    sums_of,
+    whole_seconds,
+)
+from kvcm.index.backends.redis import RETIRED, SharedSums, access_of, merged, new_score
+from kvcm.index.backends.redis_run_scripts import (
+    CHANGE,
+    COLDEST,
+    DROP,
+    FAMILIES,
+    KEYS,
+    NEWER,
+    PLACES,
+    READ,
+    REQUEUE,
+    SAMPLE,
+    SERVE,
+    SHRINK,
+    TOTALS,
+    TOUCH,
+)
+from kvcm.index.codec import STAMP_SIZE
+from kvcm.index.locking import shards_of
+from kvcm.index.run_codec import (
+    MOST_BLOCKS,
+    decode_runs,
+    decode_uniform,
+    encode_blocks,
+    encode_headers,
+    encode_run,
+    keys_of,
+    new_run_stamp,
+)
+from kvcm.model.keys import mixed, pack_keys, unpack_keys
+from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
+from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
+from kvcm.store.redis.due_sets import DueSets
+from kvcm.store.redis.tracking import Revisions, owner_of
+from kvcm.store.store import Revision
+from kvcm.telemetry.metrics import measure, timed
+from kvcm.telemetry.tracing import staged
+
+__all__ = ["RunsBackend", "TagKeys"]
+
+_ABSENT: Final = bytes(STAMP_SIZE)
+_UNKNOWN: Final = b"\xff" * STAMP_SIZE  # no write has this stamp
+_MOST_BLOCKS_PER_CALL: Final = 8 * MOST_BLOCKS
+_MOST_CALLS_AT_ONCE: Final = 32
+_MOST_KEYS_PER_READ: Final = 1024
+_MOST_RUNS_PER_CALL: Final = 64
+_MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
+_FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
+_KEY_BYTES: Final = 8
+_TAG_SHIFT: Final = 44
+_MOST_RUNS_KNOWN: Final = 1 << 15  # of each generation; half a KiB each
+_encode: Final = msgspec.msgpack.Encoder().encode
+
+
+class TagKeys(NamedTuple):
+    """Names of the keys of one tag; `runs` is what the names of its runs begin with."""
+
+    order: bytes
+    children: bytes
+    pending: bytes
+    usage: bytes
+    places: bytes
+    runs: bytes
+
+    @classmethod
+    def of(cls, deployment: str, uid: int, tag: int) -> TagKeys:
+        """Return the names for a tag of an instance's registration."""
+        return cls(*(f"{deployment}:{kind}{{{uid}.{tag}}}".encode() for kind in "zcpuxk"))
+
+
+class _Document(NamedTuple):
+    """What the script does with the blocks of a group.
+
+    Attributes:
+        expected: what a block must have: the stamp of its run, zeros for no record, or else headers.
+        is_run: whether the content is the run to store, else keys.
+        headers: to set; empty to remove the blocks; None where the run has them.
+        stamp: new one of the blocks; empty where the run has it.
+        score: to set, True to retire the blocks, False to leave it.
+        due: unix seconds, False for never.
+        sums: what each block adds to the sums.
+        bodies: to set by block, None to leave them.
+    """
+
+    expected: bytes
+    is_run: bool
+    headers: bytes | None
+    stamp: bytes
+    score: int | bool
+    due: float | bool
+    sums: Mapping[Sum, int]
+    bodies: Sequence[bytes] | None = None
+
+    def numbered(self, argument: int) -> tuple[Any, ...]:
+        """Return it as the script wants it; the content is the argument of that number."""
+        headers = False if self.headers is None else _text(self.headers)
+        fields, amounts = [of.field for of in self.sums], list(self.sums.values())
+        ends = () if self.bodies is None else ([_text(body) for body in self.bodies],)
+        rest = (headers, _text(self.stamp), self.score, self.due, fields, amounts, *ends)
+        return (_text(self.expected), argument, self.is_run, *rest)
+
+
+class _Group(NamedTuple):
+    """Blocks of one tag that change alike.
+
+    Attributes:
+        keys: of the blocks, at most `MOST_BLOCKS`.
+        growth: by how much each changes the number of blocks.
+        content: keys, or the run to store.
+        document: the rest.
+    """
+
+    keys: Sequence[int]
+    growth: int
+    content: bytes
+    document: _Document
+
+
+class _TagChange(NamedTuple):
+    """One call that changes blocks.
+
+    Attributes:
+        tag: number of the tag.
+        groups: in the order of the script's indexes.
+        call: of the script.
+    """
+
+    tag: int
+    groups: Sequence[_Group]
+    call: ScriptCall
+
+    def lost(self, indexes: Iterable[int]) -> list[int]:
+        """Return the keys at indexes of the script, which count from 1."""
+        keys = [key for group in self.groups for key in group.keys]
+        return [keys[index - 1] for index in indexes]
+
+    def totals(self, lost: set[int]) -> tuple[dict[Sum, int], int]:
+        """Return what the blocks that did not lose add to the sums and to the number of blocks."""
+        sums: Counter[Sum] = Counter()
+        count = 0
+        for group in self.groups:
+            won = len(group.keys) - (len(lost.intersection(group.keys)) if lost else 0)
+            count += won * group.growth
+            for of, size in group.document.sums.items():
+                sums[of] += won * size
+        return {of: size for of, size in sums.items() if size}, count
+
+
+class _RunsRead:
+    """Which blocks lie in the runs that this manager has read, so that it knows what to forget when one changes.
+
+    The store notifies of runs. One that is not known here was not read, or changes while it is being read: then what
+    that read returns is stale. Bounded as a search cache is: in two generations.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[bytes, bytes] = {}  # keys of the blocks, packed, by id
+        self._old: dict[bytes, bytes] = {}
+        self._under_way: list[set[bytes]] = []
+
+    @contextmanager
+    def under_way(self) -> Iterator[set[bytes]]:
+        """Note which runs change while something is read: those in the yielded set."""
+        changed: set[bytes] = set()
+        self._under_way.append(changed)
+        try:
+            yield changed
+        finally:
+            self._under_way = [each for each in self._under_way if each is not changed]
+
+    def remember(self, ids: Sequence[bytes], values: Sequence[bytes], changed: Set[bytes]) -> list[int]:
+        """Know runs that were read, and return the blocks of those that changed meanwhile or are known no more."""
+        stale = b""
+        for each, value in zip(ids, values, strict=True):
+            if each in changed:
+                stale += keys_of(value)
+            else:
+                self._young[each] = keys_of(value)
+        if len(self._young) > _MOST_RUNS_KNOWN:
+            stale += b"".join(keys for each, keys in self._old.items() if each not in self._young)
+            self._old, self._young = self._young, {}
+        return _unpacked(stale) if stale else []
+
+    def changed(self, ids: Sequence[bytes]) -> list[int]:
+        """Return the blocks of runs that changed."""
+        for changed in self._under_way:
+            changed.update(ids)
+        keys = b""
+        for each in ids:
+            keys += self._young.pop(each, b"") + self._old.pop(each, b"")
+        return _unpacked(keys) if keys else []
+
+
+class RunsBackend:
+    """Records of one instance.
+
+    Args:
+        client: the store.
+        uid: number of the instance's registration, never used again.
+        tags: parts that the keys are divided among; the same for all managers and for ever.
+        revisions: of the keys of runs; without them the store is asked every time.
+    """
+
+    awaits = True
+    is_shared = True
+
+    def __init__(self, client: RedisClient, uid: int, tags: int, revisions: Revisions | None = None) -> None:
+        self._client = client
+        self._tags = [TagKeys.of(client.prefix, uid, tag) for tag in range(tags)]
+        pending, owner = [tag.pending for tag in self._tags], owner_of(self._tags[0].runs)
+        self._pending = DueSets(client, pending, revisions or Revisions(), owner)
+        self._sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage]) for tag in self._tags])
+        self._sums_revision: Revision | None = None
+        self.on_stale: Callable[[Sequence[int]], None] = lambda _keys: None
+        self._read = _RunsRead()
+
+    @property
+    def key_count(self) -> int:
+        return self._sums.key_count
+
+    @property
+    def usage_bytes(self) -> Mapping[StorageKey, int]:
+        return self._sums.usage
+
+    @property
+    def deleting_bytes(self) -> Mapping[StorageKey, int]:
+        return self._sums.deleting
+
+    @property
+    def deleting_keys(self) -> int:
+        return self._sums.deleting_keys
+
+    @property
+    def due_from(self) -> float:
+        return self._pending.earliest
+
+    @property
+    def revision(self) -> Revision | None:
+        return self._pending.revision
+
+    async def refresh(self, *, is_exact: bool = True) -> None:
+        revision = self.revision
+        if is_exact or revision is None or revision != self._sums_revision:
+            await self._sums.refresh(self._client.run)
+            self._sums_revision = revision
+
+    # Reads.
+
+    @staged("read", "redis_runs.py:get_many")
+    async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        values = await self._read_values(keys)
+        with timed("meta_searcher.index_deserialize_time_us"):
+            records = decode_runs(values, set(keys))
+        return list(map(records.get, keys))
+
+    @staged("read", "redis_runs.py:get_runs")
+    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+        values = await self._read_values(keys)
+        with timed("meta_searcher.index_deserialize_time_us"):
+            return decode_uniform(values)
+
+    async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
+        """Return the runs with blocks of these keys."""
+        left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
+        found: list[bytes] = []
+        with self._read.under_way() as changed:
+            while left:
+                answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], some) for tag, some in left])
+                found += [each for answer in answers for each in answer[1:]]
+                rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
+                left = [(tag, some) for tag, some in rest if some]
+        ids, values = found[::2], found[1::2]
+        stale = self._read.remember(ids, values, changed)
+        if stale:
+            self.on_stale(stale)
+        measure("meta_indexer.io_data_size", sum(map(len, values)))
+        return values
+
+    def answers(
+        self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
+    ) -> None:
+        """Records are in Redis: `get_runs`."""
+
+    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
+        return self._read.changed(members)
+
+    async def children(self, key: int) -> list[int]:
+        (family,) = await self.families([key])
+        return family
+
+    async def families(self, keys: Sequence[int]) -> list[list[int]]:
+        members = pack_keys(keys)
+        relations: list[bytes] = [b""] * len(keys)
+        left = [(tag, 0) for tag in self._tags if keys]  # where to go on
+        while left:
+            calls = [
+                ScriptCall(FAMILIES, [tag.children, tag.places, tag.runs], members[at : at + _MOST_BLOCKS_PER_CALL])
+                for tag, at in left
+            ]
+            answers = await self._run(calls)
+            for (_, begin), families in zip(left, answers, strict=True):
+                for at, family in enumerate(families, begin):
+                    relations[at] += family
+            ends = [(tag, at + len(families)) for (tag, at), families in zip(left, answers, strict=True)]
+            left = [(tag, at) for tag, at in ends if at < len(keys)]
+        return [sorted(_every_other(family)) for family in relations]
+
+    async def due(self, now: float, most: int) -> list[int]:
+        ids = await self._pending.until(now, most)
+        by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
+        for each in ids:
+            by_tag[int.from_bytes(each) >> _TAG_SHIFT].append(each)
+        parts = [(tag, part) for tag, some in by_tag.items() for part in _cut(some, _MOST_RUNS_PER_CALL)]
+        answers = await self._run([ScriptCall(KEYS, [self._tags[tag].runs], part) for tag, part in parts])
+        keys: dict[bytes, bytes] = {}
+        for (_, part), answer in zip(parts, answers, strict=True):
+            keys.update(zip(part, answer, strict=True))
+        return _unpacked(b"".join([keys[each] for each in ids]))[:most]
+
+    async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
+        found: list[Access | None] = [None] * len(keys)
+        parts = list(self._parts(keys, _MOST_KEYS_PER_READ))
+        answers = await self._run([ScriptCall(PLACES, [tag.order, tag.places], members) for tag, _, members in parts])
+        for (_, positions, _), scores in zip(parts, answers, strict=True):
+            for position, score in zip(positions, scores, strict=True):
+                found[position] = None if score is None else access_of(float(score))
+        return found
+
+    async def coldest(self, count: int, offset: int = 0) -> list[tuple[int, Access]]:
+        if count <= 0:
+            return []
+        start, requested = offset // len(self._tags), min(count, 2 * count // len(self._tags) + 16)
+        if len(self._tags) == 1:
+            requested = count
+        coldest, is_enough = await self._coldest(count, start, requested)
+        if not is_enough:
+            coldest, _ = await self._coldest(count, start, count)
+        keys = unpack_keys(member for member, _ in coldest)
+        return [(key, access_of(score)) for key, (_, score) in zip(keys, coldest, strict=True)]
+
+    async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[tuple[bytes, float]], bool]:
+        calls = [ScriptCall(COLDEST, [tag.order, tag.runs], [requested, start]) for tag in self._tags]
+        return merged(await self._run(calls), count, requested)
+
+    def observe(self, observer: RowObserver | None) -> None:
+        """Return None: other managers change the records, too, so an observer would miss changes."""
+
+    async def scan(self, batch_size: int) -> AsyncIterator[list[int]]:
+        """Go through the runs, and then through those that came meanwhile: a block that leaves its run comes into a new
+        one. In the order of the index each page would need the runs of all its blocks."""
+        for tag in self._tags:
+            (newest,) = await self._client.execute([(b"HGET", tag.usage, b"@")])
+            cursor: Any = None
+            while cursor != b"0":
+                scan = (b"ZSCAN", tag.order, cursor or b"0", b"COUNT", max(1, batch_size // MOST_BLOCKS))
+                ((cursor, found),) = await self._client.execute([scan])
+                for some in _cut(list(dict.fromkeys(found[::2])), max(1, batch_size // MOST_BLOCKS)):
+                    (keys,) = await self._client.run([ScriptCall(KEYS, [tag.runs], some)])
+                    async for page in self._pages(tag, b"".join(keys), batch_size):
+                        yield page
+            number, is_last = int(newest or 0), 0
+            while not is_last:
+                call = ScriptCall(NEWER, [tag.usage, tag.runs], [number, _MOST_RUNS_PER_CALL])
+                ((number, is_last, *keys),) = await self._client.run([call])
+                async for page in self._pages(tag, b"".join(keys), batch_size):
+                    yield page
+
+    async def _pages(self, tag: TagKeys, keys: bytes, batch_size: int) -> AsyncIterator[list[int]]:
+        """Yield keys in batches; of those after the first only what still is there."""
+        members = [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
+        for number, batch in enumerate(_cut(members, batch_size)):
+            if number:
+                (ids,) = await self._client.execute([(b"HMGET", tag.places, *batch)])
+                batch = [member for member, run in zip(batch, ids, strict=True) if run is not None]
+            if batch:
+                yield unpack_keys(batch)
+
+    async def random_sample(self, count: int, random: Random) -> list[int]:
+        sizes = await self._client.execute([(b"HLEN", tag.places) for tag in self._tags])
+        if sum(sizes) <= _FEW_BLOCKS * count:
+            found = await self._client.execute([(b"HKEYS", tag.places) for tag in self._tags])
+            members = sorted(member for part in found for member in part)
+            return unpack_keys(random.sample(members, min(count, len(members))))
+        return await self._drawn(count, random)
+
+    async def _drawn(self, count: int, random: Random) -> list[int]:
+        """Draw places of runs and positions in a full one: each block has the same chance, and some hit none."""
+        runs = await self._client.execute([(b"ZCARD", tag.order) for tag in self._tags])
+        keys: dict[int, None] = {}
+        while len(keys) < count and sum(runs):
+            tags = random.choices(range(len(runs)), runs, k=_MOST_BLOCKS_PER_CALL)
+            calls = []
+            for number, drawn in sorted(Counter(tags).items()):
+                places = [place for _ in range(drawn) for place in _draw(runs[number], random)]
+                calls.append(ScriptCall(SAMPLE, [self._tags[number].order, self._tags[number].runs], places))
+            for answer in await self._run(calls):
+                keys.update(dict.fromkeys(unpack_keys(answer)))
+        return random.sample(list(keys), min(count, len(keys)))
+
+    # Changes.
+
+    @staged("store", "redis_runs.py:write_many")
+    async def write_many(self, changes: Sequence[Change]) -> Written:
+        if not changes:
+            return NOTHING_WRITTEN
+        with timed("meta_searcher.index_serialize_time_us"):
+            parts = [part for tag, some in self._changes_by_tag(changes) for part in self._calls(tag, _groups(some))]
+        answers = await self._run([part.call for part in parts])
+        return self._settled(parts, answers)
+
+    def begin(self, run: BlockRun) -> None:
+        """Records are added in Redis, by `write_many` and `stage_begin`."""
+
+    def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
+        """Records are changed in Redis, by `write_many` and `stage_serve`."""
+
+    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
+        groups: defaultdict[int, list[_Group]] = defaultdict(list)
+        with timed("meta_searcher.index_serialize_time_us"):
+            for run in runs:
+                for tag, group in self._beginnings(run):
+                    groups[tag].append(group)
+        parts = [part for tag, some in groups.items() for part in self._calls(tag, some)]
+        return StagedChange([part.call for part in parts], lambda answers: self._settled(parts, answers))
+
+    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
+        groups: defaultdict[int, list[_Group]] = defaultdict(list)
+        for before, after in runs:
+            for tag, group in self._servings(before, after):
+                groups[tag].append(group)
+        parts = [part for tag, some in groups.items() for part in self._calls(tag, some, SERVE)]
+
+        def settle(answers: Sequence[Any]) -> Written:
+            lost: list[int] = []
+            for part, answer in zip_longest(parts, answers):
+                keys = [key for group in part.groups for key in group.keys]
+                lost += keys if answer is None else part.lost(answer[1:])
+            return Written(lost, {})
+
+        return StagedChange([part.call for part in parts], settle)
+
+    def _beginnings(self, run: BlockRun) -> Iterator[tuple[int, _Group]]:
+        """Yield the groups of a run that begins, with their tags."""
+        location = run.location
+        sums = {Sum(location.place, is_deleting=False): location.size_bytes} if location.size_bytes else {}
+        score, due = whole_seconds(location.written_at) + RETIRED, float(location.deadline)
+        document = _Document(_ABSENT, is_run=True, headers=None, stamp=b"", score=score, due=due, sums=sums)
+        if len(self._tags) == 1:
+            for begin in range(0, len(run.keys), MOST_BLOCKS):
+                part = run.cut(begin, min(begin + MOST_BLOCKS, len(run.keys)))
+                yield 0, _Group(part.keys, 1, encode_run(part), document)
+            return
+        records = run.records()
+        for tag, positions in self._by_tag(run.keys).items():
+            for some in _cut(positions, MOST_BLOCKS):
+                keys = [run.keys[i] for i in some]
+                content = encode_blocks(keys, [records[i] for i in some])
+                yield tag, _Group(keys, 1, content, document)
+
+    def _servings(self, before: UniformRun, after: UniformRun) -> Iterator[tuple[int, _Group]]:
+        """Yield the groups of a run that comes to serve, with their tags."""
+        location = after.location
+        expected, headers = encode_headers([before.location]), encode_headers([location])
+        score, due = whole_seconds(location.written_at), float(location.deadline) if location.deadline else False
+        bodies = None if after.chunks is before.chunks else after.chunks
+        for tag, positions in self._by_tag(before.keys).items():
+            for some in _cut(positions, MOST_BLOCKS):
+                keys = [before.keys[i] for i in some]
+                new_bodies = [bodies[i] for i in some] if bodies is not None else None
+                document = _Document(expected, False, headers, new_run_stamp(), score, due, {}, new_bodies)
+                yield tag, _Group(keys, 0, b"".join(pack_keys(keys)), document)
+
+    def _calls(self, tag: int, groups: Sequence[_Group], script: Script | None = None) -> Iterator[_TagChange]:
+        """Yield the calls that change groups of one tag."""
+        names = self._tags[tag]
+        per_call = _MOST_BLOCKS_PER_CALL // MOST_BLOCKS
+        for some in _cut(groups, per_call):
+            chosen = script or (CHANGE if any(group.growth > 0 for group in some) else SHRINK)
+            documents = [group.document.numbered(at) for at, group in enumerate(some, 3)]
+            arguments: list[Argument] = [_encode(documents), int(chosen.guards), *(group.content for group in some)]
+            measure("meta_indexer.io_data_size", sum(len(group.content) for group in some))
+            load = sum(len(group.keys) for group in some) * MOST_KEYS_PER_SCRIPT // _MOST_BLOCKS_PER_CALL
+            yield _TagChange(tag, some, ScriptCall(chosen, names, arguments, load))
+
+    def _settled(self, parts: Sequence[_TagChange], answers: Sequence[Any]) -> Written:
+        lost: list[int] = []
+        usage: Counter[StorageKey] = Counter()
+        for part, answer in zip_longest(parts, answers):
+            if answer is None:  # did not run
+                lost += [key for group in part.groups for key in group.keys]
+                continue
+            turn, *indexes = answer
+            losers = part.lost(indexes)
+            lost += losers
+            sums, count = part.totals(set(losers))
+            for of, size in sums.items():
+                if of.place is not None and not of.is_deleting:
+                    usage[of.place] += size
+            self._sums.record(part.tag, turn, sums, count)
+        return Written(lost, usage)
+
+    async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
+        await self._rescore(TOUCH, counts, at, "move" if moves else "stay")
+
+    async def requeue(self, counts: Mapping[int, int], at: float) -> None:
+        await self._rescore(REQUEUE, counts, at, "set")
+
+    async def _rescore(self, script: Script, counts: Mapping[int, int], at: float, how: str) -> None:
+        keys = list(counts)
+        while keys:
+            calls = []
+            for tag, positions, members in self._parts(keys, _MOST_BLOCKS_PER_CALL):
+                reads = _encode([counts[keys[i]] for i in positions])
+                calls.append(ScriptCall(script, tag, [int(at), how, b"".join(members), reads, _MOST_RUNS_CUT]))
+            keys = unpack_keys(key for left in await self._run(calls) for key in left)
+
+    async def drop(self) -> None:
+        left = self._tags
+        while left:
+            sizes = await self._client.run([ScriptCall(DROP, tag, [_MOST_RUNS_PER_CALL]) for tag in left])
+            left = [tag for tag, size in zip(left, sizes, strict=True) if size]
+        self._sums.clear()
+
+    async def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
+        return [answer for some in _cut(calls, _MOST_CALLS_AT_ONCE) for answer in await self._client.run(some)]
+
+    def _by_tag(self, keys: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """Return the positions of keys by tag."""
+        if len(self._tags) == 1:
+            return {0: range(len(keys))} if keys else {}
+        groups: defaultdict[int, list[int]] = defaultdict(list)
+        for position, tag in enumerate(shards_of(keys, len(self._tags))):
+            groups[tag].append(position)
+        return groups
+
+    def _parts(self, keys: Sequence[int], most: int) -> Iterator[tuple[TagKeys, Sequence[int], Sequence[bytes]]]:
+        """Yield tags with positions of keys for one call, and the keys as the server has them."""
+        members = pack_keys(keys)
+        for tag, positions in self._by_tag(keys).items():
+            for part in _cut(positions, most):
+                yield self._tags[tag], part, [members[i] for i in part]
+
+    def _changes_by_tag(self, changes: Sequence[Change]) -> Iterator[tuple[int, Sequence[Change]]]:
+        for tag, positions in self._by_tag([change.key for change in changes]).items():
+            yield tag, [changes[i] for i in positions]
+
+
+def _draw(runs: int, random: Random) -> tuple[int, int]:
+    """Return the rank of a run and a position in it."""
+    return random.randrange(runs), random.randint(1, MOST_BLOCKS)
+
+
+def _text(content: bytes) -> msgspec.Raw:
+    """Return bytes as msgpack has texts: Lua in the server knows no other type of bytes."""
+    size = len(content)
+    if size < 1 << 5:
+        return msgspec.Raw(bytes((0xA0 | size,)) + content)
+    return msgspec.Raw(b"\xdb" + size.to_bytes(4) + content)
+
+
+# Changes of blocks one by one, in groups that change alike.
+
+
+def _groups(changes: Sequence[Change]) -> list[_Group]:
+    """Return the groups of changes of one tag."""
+    by_kind: defaultdict[tuple[Any, ...], list[Change]] = defaultdict(list)
+    for change in changes:
+        by_kind[_kind_of(change)].append(change)
+    return [
+        _group(kind, some)
+        for kind, members in by_kind.items()
+        for some in _cut(sorted(members, key=_depth_of), MOST_BLOCKS)
+    ]
+
+
+def _kind_of(change: Change) -> tuple[Any, ...]:
+    """Return what changes of one group have in common: what is expected, whether the columns stay, and headers."""
+    _, old, new, _ = change
+    expected = _ABSENT if old is None else getattr(old, "stamp", b"") or _UNKNOWN
+    before = _headers(old) if old is not None else None
+    if new is None:
+        return expected, False, before, None
+    return expected, not _keeps_columns(old, new), before, _headers(new)
+
+
+def _headers(record: BlockRecord) -> tuple[tuple[Any, ...], ...]:
+    return tuple(location[:5] + location[6:] for location in record[2])
+
+
+def _keeps_columns(old: BlockRecord | None, new: BlockRecord) -> bool:
+    if old is None or old[0] != new[0] or old[1] != new[1] or len(old[2]) != len(new[2]):
+        return False
+    return all(before[5] == after[5] for before, after in zip(old[2], new[2], strict=True))
+
+
+def _depth_of(change: Change) -> int:
+    """Return the order of blocks in a run."""
+    record = change.new or change.old
+    return record[1] if record is not None else 0
+
+
+def _group(kind: tuple[Any, ...], changes: Sequence[Change]) -> _Group:
+    expected, is_run, *_ = kind
+    _, old, new, _ = changes[0]
+    keys = [change.key for change in changes]
+    tally = PlaceTally()
+    tally.change(old, new)
+    sums = sums_of(tally.used, tally.deleting, tally.deleting_blocks)
+    due = float(new.due) if new is not None and new.due is not None else False
+    if is_run:
+        content = encode_blocks(keys, [change.new for change in changes if change.new is not None])
+    else:
+        content = b"".join(pack_keys(keys))
+    new_headers = b"" if new is None else None if is_run else encode_headers(new[2])
+    stamp = b"" if is_run or new is None else new_run_stamp()
+    document = _Document(expected, is_run, new_headers, stamp, new_score(old, new), due, sums)
+    return _Group(keys, (new is not None) - (old is not None), content, document)
+
+
+def _unpacked(keys: bytes) -> list[int]:
+    return unpack_keys(keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES))
+
+
+def _every_other(relations: bytes) -> list[int]:
+    """Return the mixed children of relations in a row."""
+    children = [relations[at : at + _KEY_BYTES] for at in range(_KEY_BYTES, len(relations), 2 * _KEY_BYTES)]
+    return mixed([int.from_bytes(child, signed=True) for child in children])
+
+
+def _cut(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

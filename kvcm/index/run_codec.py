@@ -1,0 +1,243 @@
+"""Runs of blocks as bytes: what Redis holds for up to 64 blocks whose records differ in nothing but their chunks.
+
+::
+
+    version · stamp (8) · count (1) · count keys (8 each) · count parents (8 each) · count depths (4 each) ·
+    count sizes (4 each) · size of the headers (4) · headers · count bodies
+
+All numbers are big endian. Keys and parents are not mixed; the highest bit of a depth says that there is no parent.
+The headers are msgpack [header, ...], as `codec.py` has them, one per location. A body is the chunk of the only
+location, or msgpack [chunk, ...] of several; the sizes are those of the bodies.
+
+Columns of a fixed width come first, so that a script finds the keys without reading the rest, and takes blocks out of a
+run without knowing headers or bodies.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache
+from struct import Struct
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from kvcm.index.backends.backend import UniformRun
+from kvcm.index.codec import STAMP_SIZE, StampedRecord, decode_header, header_of, new_stamp
+from kvcm.model.errors import StorageIOError
+from kvcm.model.keys import mixed, pack_keys
+from kvcm.model.locations import BlockRecord, BlockRun, Location
+
+__all__ = [
+    "MOST_BLOCKS",
+    "RUN_VERSION",
+    "decode_runs",
+    "decode_uniform",
+    "encode_blocks",
+    "encode_headers",
+    "encode_run",
+    "keys_of",
+    "new_run_stamp",
+]
+
+MOST_BLOCKS: Final = 64
+RUN_VERSION: Final = 2
+_COUNT_AT: Final = 1 + STAMP_SIZE
+_KEYS_AT: Final = _COUNT_AT + 1
+_HEADLESS: Final = 1 << 31
+_NO_PARENT: Final = bytes(8)
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_list: Final[Callable[[bytes], list[bytes]]] = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+def new_run_stamp() -> bytes:
+    """Return a stamp that no other write has."""
+    return new_stamp()[1:]
+
+
+def encode_headers(locations: Sequence[Location]) -> bytes:
+    """Return what blocks with these locations have in common."""
+    return _encode([header_of(location) for location in locations])
+
+
+def encode_run(run: BlockRun) -> bytes:
+    """Return a run of at most `MOST_BLOCKS` blocks, with a new stamp."""
+    keys = b"".join(pack_keys(run.keys))
+    if run.parent is None:
+        head, depths = _NO_PARENT, [_HEADLESS | run.depth, *range(run.depth + 1, run.depth + len(run.keys))]
+    else:
+        (head,) = pack_keys((run.parent,))
+        depths = list(range(run.depth, run.depth + len(run.keys)))
+    return _joined(keys, head + keys[:-8], depths, encode_headers((run.location,)), run.chunks)
+
+
+def encode_blocks(keys: Sequence[int], records: Sequence[BlockRecord]) -> bytes:
+    """Return a run of blocks whose records differ in nothing but parents, depths and chunks, with a new stamp."""
+    parents = pack_keys([record[0] or 0 for record in records])
+    depths = [record[1] | (_HEADLESS if record[0] is None else 0) for record in records]
+    bodies = [_body_of(record[2]) for record in records]
+    return _joined(b"".join(pack_keys(keys)), b"".join(parents), depths, encode_headers(records[0][2]), bodies)
+
+
+def _joined(keys: bytes, parents: bytes, depths: Sequence[int], headers: bytes, bodies: Sequence[bytes]) -> bytes:
+    count = len(depths)
+    numbers = _numbers(count).pack(*depths, *map(len, bodies), len(headers))
+    return b"".join((new_stamp(RUN_VERSION), bytes((count,)), keys, parents, numbers, headers, *bodies))
+
+
+@lru_cache(MOST_BLOCKS)
+def _numbers(count: int) -> Struct:
+    """Depths, sizes of bodies, and the size of the headers."""
+    return Struct(f">{2 * count + 1}I")
+
+
+def _body_of(locations: Sequence[Location]) -> bytes:
+    return locations[0][5] if len(locations) == 1 else _encode([location[5] for location in locations])
+
+
+def keys_of(value: bytes) -> bytes:
+    """Return the keys of a run, 8 bytes each.
+
+    Raises:
+        StorageIOError: another release wrote it, or it is damaged.
+    """
+    if len(value) <= _KEYS_AT or value[0] != RUN_VERSION:
+        raise _damaged(value, f"its version is {value[:1]!r}")
+    keys = value[_KEYS_AT : _KEYS_AT + 8 * value[_COUNT_AT]]
+    if len(keys) != 8 * value[_COUNT_AT]:
+        raise _damaged(value, "its keys are cut off")
+    return keys
+
+
+def decode_runs(runs: Sequence[bytes], wanted: Collection[int] | None = None) -> dict[int, StampedRecord]:
+    """Return the records of the blocks in some runs by key.
+
+    Args:
+        runs: as they are stored.
+        wanted: leave out all other blocks.
+
+    Raises:
+        StorageIOError: another release wrote one, or it is damaged.
+    """
+    columns = [_Columns.of(value) for value in runs]
+    keys = mixed([key for each in columns for key in each.keys])
+    parents = mixed([parent for each in columns for parent in each.parents])
+    found: dict[int, StampedRecord] = {}
+    at = 0
+    for each in columns:
+        for position, (depth, locations) in enumerate(zip(each.depths, each.locations(), strict=True), at):
+            key = keys[position]
+            if wanted is None or key in wanted:
+                chain = (None, depth - _HEADLESS) if depth >= _HEADLESS else (parents[position], depth)
+                found[key] = record = tuple.__new__(StampedRecord, (*chain, locations))
+                record.stamp = each.stamp
+        at += len(each.depths)
+    return found
+
+
+def decode_uniform(runs: Sequence[bytes]) -> tuple[list[UniformRun], dict[int, StampedRecord]]:
+    """Return the runs of blocks with one location each, and the records of the blocks of the others by key.
+
+    Raises:
+        StorageIOError: another release wrote one, or it is damaged.
+    """
+    uniform: list[UniformRun] = []
+    others: dict[int, StampedRecord] = {}
+    columns = [_Columns.of(value) for value in runs]
+    keys = mixed([key for each in columns for key in each.keys])
+    at = 0
+    for each, value in zip(columns, runs, strict=True):
+        if len(each.headers) == 1:
+            before, after = each.headers[0]
+            uniform.append(
+                UniformRun(keys[at : at + len(each.keys)], tuple.__new__(Location, (*before, b"", *after)), each.bodies)
+            )
+        else:
+            others.update(decode_runs([value]))
+        at += len(each.keys)
+    return uniform, others
+
+
+class _Columns(NamedTuple):
+    """A run, parsed.
+
+    Attributes:
+        stamp: of the run.
+        keys: of the blocks, not mixed.
+        parents: not mixed; meaningless where the depth says that there is none.
+        depths: as stored.
+        headers: of the locations of each block, without the chunks.
+        bodies: by block.
+    """
+
+    stamp: bytes
+    keys: Sequence[int]
+    parents: Sequence[int]
+    depths: Sequence[int]
+    headers: Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    bodies: Sequence[bytes]
+
+    @classmethod
+    def of(cls, value: bytes) -> _Columns:
+        """Parse a run."""
+        try:
+            if value[0] != RUN_VERSION:
+                raise _damaged(value, f"its version is {value[0]}")
+            count = value[_COUNT_AT]
+            numbers_at = _KEYS_AT + 16 * count
+            keys = _keys(2 * count).unpack_from(value, _KEYS_AT)
+            numbers = _numbers(count).unpack_from(value, numbers_at)
+            headers_at = numbers_at + 8 * count + 4
+            at = headers_at + numbers[-1]
+            headers = _headers_of(value[headers_at:at])
+            ends = list(_ends(at, numbers[count:-1]))
+            if not count or ends[-1] != len(value):
+                raise _damaged(value, "its length is wrong")
+            bodies = [value[begin:end] for begin, end in zip((at, *ends[:-1]), ends, strict=True)]
+        except (msgspec.MsgspecError, struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise _damaged(value, str(error)) from error
+        return cls(value[1:_COUNT_AT], keys[:count], keys[count:], numbers[:count], headers, bodies)
+
+    def locations(self) -> Iterator[tuple[Location, ...]]:
+        """Yield the locations of every block."""
+        if len(self.headers) == 1:
+            ((before, after),) = self.headers
+            for chunk in self.bodies:
+                # The constructor of a named tuple costs three times as much.
+                yield (tuple.__new__(Location, (*before, chunk, *after)),)
+            return
+        for body in self.bodies:
+            pairs = zip(self.headers, _chunks_of(body, len(self.headers)), strict=True)
+            yield tuple(tuple.__new__(Location, (*before, chunk, *after)) for (before, after), chunk in pairs)
+
+
+def _chunks_of(body: bytes, count: int) -> list[bytes]:
+    try:
+        chunks = _decode_list(body)
+    except msgspec.MsgspecError as error:
+        raise _damaged(body, str(error)) from error
+    if len(chunks) != count:
+        raise _damaged(body, f"it has {len(chunks)} chunks of {count}")
+    return chunks
+
+
+@lru_cache(1 << 12)
+def _headers_of(encoded: bytes) -> Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    return [decode_header(header) for header in _decode_list(encoded)]
+
+
+@lru_cache(2 * MOST_BLOCKS)
+def _keys(count: int) -> Struct:
+    return Struct(f">{count}q")
+
+
+def _ends(at: int, sizes: Sequence[int]) -> Iterator[int]:
+    for size in sizes:
+        at += size
+        yield at
+
+
+def _damaged(value: bytes, why: str) -> StorageIOError:
+    text = f"a stored run of blocks of {len(value)} bytes is damaged ({why}); run `kvcm index verify --repair`"
+    return StorageIOError(text)
