@@ -313,6 +313,17 @@ async def test_a_write_of_64_blocks_is_one_run_and_one_member_of_each_sorted_set
     assert await scored(client) == ([], 0, 0)
 
 
+async def test_members_that_are_no_runs_hold_up_neither_draws_nor_what_is_due(client: RedisClient) -> None:
+    backend, names = RunsBackend(client, UID, 1), TagKeys.of(client.prefix, UID, 0)
+    await begin(client, backend, run_of(chain(20)))
+    strangers = [score_or_id for number in range(2000) for score_or_id in (1, b"stranger%d" % number)]
+    await ask(client, "ZADD", names.order, *strangers)
+    await ask(client, "ZADD", names.pending, *strangers)
+    assert set(await backend.random_sample(4, Random(1))) <= set(chain(20))
+    assert await backend.due(1.0, 10_000) == []
+    assert await backend.due(1e12, 10_000) == chain(20)
+
+
 async def test_keys_have_the_documented_names(client: RedisClient) -> None:
     backend = RunsBackend(client, UID, 1)
     await begin(client, backend, run_of(chain(2, -5), WRITING, mixed_key(12)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -26,6 +27,11 @@ from test_transport_sites import Site
 from typer.testing import CliRunner
 
 from kvcm.model.clock import SystemClock
+from kvcm.model.nodes import Endpoint, Vitals
+from kvcm.registry.leadership import VitalsTable
+from kvcm.registry.registry import ensure_schema
+from kvcm.store.redis.client import RedisClient
+from kvcm.store.redis.store import RedisStore
 from kvcm.store.redis.uri import parse_redis_uri
 from kvcm.store.rocks import CommitLog, Fsync
 
@@ -337,6 +343,57 @@ def test_a_verification_repairs_damaged_files_too(tmp_path: Path, stored: tuple[
     assert _verified(tmp_path, *_data(data_dir))[1]["clean"]
     with manager(tmp_path / "m") as process:
         assert _found(process, stored[1]) == []
+
+
+def test_a_store_of_schema_1_is_finalized_while_a_manager_serves(
+    tmp_path: Path, redis_uri: str, redis_standalone: Standalone
+) -> None:
+    """What was registered before keeps a value per block; what is registered by a manager that starts afterwards keeps
+    many blocks to one. Both are served side by side."""
+    prefix = parse_redis_uri(redis_uri).cluster_name
+
+    def values(client: Redis, kind: str) -> int:
+        return len(client.keys(f"{prefix}:{kind}{{*"))
+
+    asyncio.run(_begin_with_schema_1(redis_uri))
+    with redis_standalone.server.admin() as client:
+        with manager(tmp_path / "m", f"kvcm.registry_storage.uri={redis_uri}") as process:
+            old = _fill(process)
+            assert (values(client, "b"), values(client, "k")) == (len(KEYS), 0)
+            for said in ("has schema 2 now, and had 1", "has schema 2 already"):
+                done = _index(tmp_path, "finalize", *_on(redis_uri))
+                assert (done.returncode, said in done.stdout) == (0, True), done.stderr
+            assert len(_found(process, old)) == len(KEYS)
+        with manager(tmp_path / "n", f"kvcm.registry_storage.uri={redis_uri}") as process:
+            new = _fill(process)
+            assert (values(client, "b"), values(client, "k")) == (len(KEYS), 1)
+            assert len(_found(process, old)) == len(_found(process, new)) == len(KEYS)
+            assert _verified(tmp_path, *_on(redis_uri))[1]["clean"]
+
+
+async def _begin_with_schema_1(uri: str) -> None:
+    client = RedisClient.of(parse_redis_uri(uri))
+    try:
+        await ensure_schema(RedisStore(client).table("registry"), RedisStore(client).flush)
+    finally:
+        await client.close()
+
+
+def test_a_store_on_which_a_manager_of_another_release_runs_is_not_finalized(tmp_path: Path, redis_uri: str) -> None:
+    asyncio.run(_begin_with_schema_1(redis_uri))
+    asyncio.run(_report_another_release(redis_uri))
+    done = _index(tmp_path, "finalize", *_on(redis_uri))
+    assert (done.returncode, "m9 (0.0.1); replace them first" in done.stderr) == (1, True), done.stderr
+
+
+async def _report_another_release(uri: str) -> None:
+    client = RedisClient.of(parse_redis_uri(uri))
+    endpoint, clock = Endpoint("m9", "h", 1, 2, 3, 4), SystemClock()
+    vitals = Vitals(endpoint, "0.0.1", 1.0, clock.now(), "serving", False, {}, {}, (), (0,))
+    try:
+        await VitalsTable(clock, RedisStore(client).table("vitals")).publish(vitals)
+    finally:
+        await client.close()
 
 
 def test_redis_is_not_repaired(tmp_path: Path, redis_uri: str) -> None:

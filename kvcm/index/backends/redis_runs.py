@@ -100,6 +100,7 @@ _MOST_KEYS_PER_READ: Final = 1024
 _MOST_RUNS_PER_CALL: Final = 64
 _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
+_MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
 _KEY_BYTES: Final = 8
 _TAG_SHIFT: Final = 44
 _MOST_RUNS_KNOWN: Final = 1 << 15  # of each generation; half a KiB each
@@ -363,13 +364,14 @@ class RunsBackend:
         ids = await self._pending.until(now, most)
         by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
         for each in ids:
-            by_tag[int.from_bytes(each) >> _TAG_SHIFT].append(each)
+            if (tag := int.from_bytes(each) >> _TAG_SHIFT) < len(self._tags):  # else it is none of ours
+                by_tag[tag].append(each)
         parts = [(tag, part) for tag, some in by_tag.items() for part in _cut(some, _MOST_RUNS_PER_CALL)]
         answers = await self._run([ScriptCall(KEYS, [self._tags[tag].runs], part) for tag, part in parts])
         keys: dict[bytes, bytes] = {}
         for (_, part), answer in zip(parts, answers, strict=True):
             keys.update(zip(part, answer, strict=True))
-        return _unpacked(b"".join([keys[each] for each in ids]))[:most]
+        return _unpacked(b"".join([keys[each] for each in ids if each in keys]))[:most]
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         found: list[Access | None] = [None] * len(keys)
@@ -441,7 +443,9 @@ class RunsBackend:
         """Draw places of runs and positions in a full one: each block has the same chance, and some hit none."""
         runs = await self._client.execute([(b"ZCARD", tag.order) for tag in self._tags])
         keys: dict[int, None] = {}
-        while len(keys) < count and sum(runs):
+        known, futile = 0, 0
+        # The order of a damaged store may name runs that are gone: then there are fewer blocks than it says.
+        while len(keys) < count and futile < _MOST_FUTILE_DRAWS and sum(runs):
             tags = random.choices(range(len(runs)), runs, k=_MOST_BLOCKS_PER_CALL)
             calls = []
             for number, drawn in sorted(Counter(tags).items()):
@@ -449,6 +453,7 @@ class RunsBackend:
                 calls.append(ScriptCall(SAMPLE, [self._tags[number].order, self._tags[number].runs], places))
             for answer in await self._run(calls):
                 keys.update(dict.fromkeys(unpack_keys(answer)))
+            known, futile = len(keys), futile + 1 if len(keys) == known else 0
         return random.sample(list(keys), min(count, len(keys)))
 
     # Changes.
