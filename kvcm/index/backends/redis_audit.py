@@ -21,11 +21,12 @@ from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.index.run_codec import keys_of
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import mixed, pack_keys, unpack_keys
-from kvcm.store.redis.client import Argument, RedisClient, Script, ScriptCall
+from kvcm.store.redis.client import Argument, Command, RedisClient, Script, ScriptCall
 
 __all__ = ["LostRuns", "RedisAudit", "StoredBlocks", "claims_of", "relations_of", "scanned_members"]
 
 _KEYS_PER_CALL: Final = 256
+_RUNS_PER_CALL: Final = 64
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_RECORD: Final = b"is no record"  # longer than a key, so that it is none of a block
 _NO_PARENTS: Final = frozenset[int]()
@@ -243,25 +244,27 @@ class StoredBlocks:
                 missing = [block for block, score in zip(blocks, scores, strict=True) if score is None]
                 if missing:
                     yield uid, shard, missing
-            for key in batch:
-                missing = await self._lost_of(key) if key.run else []
-                if missing:
-                    yield key.uid, key.shard, missing
+            runs = [key for key in batch if key.run]
+            for some in _cut(runs, _RUNS_PER_CALL):
+                async for found in self._lost_of(some):
+                    yield found
 
-    async def _lost_of(self, key: _StoredKey) -> list[int]:
-        """Return the blocks of a run that the index of their tag does not lead to; all if no scan finds the run."""
-        index = f"{self._client.prefix}:x{{{key.uid}.{key.shard}}}".encode()
-        ((value,),) = await self._client.mget([[key.name]])
-        members = _blocks_in(value or b"")
-        if not members:
-            return []
-        commands = [(b"HMGET", index, *members), (b"ZSCORE", self._order(key.uid, key.shard), key.run)]
-        ids, score = await self._client.execute(commands)
-        pairs = zip(members, ids, strict=True)
-        missing = unpack_keys(member for member, found in pairs if found is None or score is None)
-        for block in missing:
-            self._lost.add(key.uid, block, key.run)
-        return missing
+    async def _lost_of(self, runs: Sequence[_StoredKey]) -> AsyncIterator[tuple[int, int, list[int]]]:
+        """Yield the blocks of runs that the index of their tag does not lead to; all of a run that no scan finds."""
+        values = [value for (value,) in await self._client.mget([[key.name] for key in runs])]
+        members = {key: blocks for key, value in zip(runs, values, strict=True) if (blocks := _blocks_in(value or b""))}
+        commands: list[Command] = []
+        for key, blocks in members.items():
+            index = f"{self._client.prefix}:x{{{key.uid}.{key.shard}}}".encode()
+            commands += [(b"HMGET", index, *blocks), (b"ZSCORE", self._order(key.uid, key.shard), key.run)]
+        answers = await self._client.execute(commands) if commands else []
+        for (key, blocks), ids, score in zip(members.items(), answers[::2], answers[1::2], strict=True):
+            pairs = zip(blocks, ids, strict=True)
+            missing = unpack_keys(member for member, found in pairs if found is None or score is None)
+            for block in missing:
+                self._lost.add(key.uid, block, key.run)
+            if missing:
+                yield key.uid, key.shard, missing
 
     async def drop(self, uids: Container[int]) -> None:
         """Forget every key of these registrations."""

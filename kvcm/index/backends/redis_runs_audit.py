@@ -16,7 +16,7 @@ from kvcm.index.backends.redis_audit import LostRuns, claims_of, relations_of, s
 from kvcm.index.backends.redis_run_scripts import AUDIT, DROP_RUN, KEYS, MEND, STRAY
 from kvcm.index.backends.redis_runs import TagKeys
 from kvcm.index.codec import STAMP_SIZE, StampedRecord
-from kvcm.index.run_codec import MOST_BLOCKS, decode_runs
+from kvcm.index.run_codec import decode_runs
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import pack_keys, unpack_keys
 from kvcm.store.redis.client import Argument, RedisClient, ScriptCall
@@ -56,11 +56,10 @@ class RunsAudit:
         """Yield the blocks of runs, run by run: those that the index leads to come one by one."""
         names = self._names[shard]
         async for members in scanned_members(self._client, b"ZSCAN", names.order):
-            for some in _cut(members[::2], BATCH_KEYS // MOST_BLOCKS):
+            for some in _cut(members[::2], _KEYS_PER_CALL):
                 (found,) = await self._client.run([ScriptCall(KEYS, [names.runs], some)])
-                keys = unpack_keys(key for text in found for key in _cut_bytes(text))
-                if keys:
-                    yield dict.fromkeys(keys, _NO_PARENTS)
+                for batch in _cut(_cut_bytes(b"".join(found)), BATCH_KEYS):
+                    yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
         names = self._names[shard]
