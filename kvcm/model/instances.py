@@ -210,7 +210,7 @@ class Registration:
     placement: Placement
 
     def stored(self) -> object:
-        """Return what is stored of it: where it uses nothing of a newer release, what that before it stored."""
+        """Return the stored form: where it uses nothing of a newer release, that of the release before."""
         return self if self.placement.tags else {"instance": self.instance, "placement": self.placement[:2]}
 
 

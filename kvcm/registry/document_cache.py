@@ -62,7 +62,7 @@ _SPECS: dict[str, type[Any]] = {
 
 @runtime_checkable
 class _Stored(Protocol):
-    """A value that says what is stored of it."""
+    """A value that has a stored form of its own."""
 
     def stored(self) -> object:
         """Return that."""
@@ -158,7 +158,7 @@ def _renamed_lfu(group: InstanceGroup) -> InstanceGroup:
 
 
 def _shape_of(value: object) -> object:
-    """Return what is printed of a value: for one that has nothing of a newer release, what that before it printed."""
+    """Return the printed form of a value: for one that has nothing of a newer release, that of the release before."""
     if isinstance(value, StorageConfig):
         return _storage_document(value)
     return value.stored() if isinstance(value, _Stored) else value

@@ -50,7 +50,7 @@ class ReservedInstances:
     pending: tuple[Registration, ...] = ()
 
     def stored(self) -> object:
-        """Return what is stored of them, as of `Registration.stored`."""
+        """Return the stored form, as of `Registration.stored`."""
         return {"held": self.held, "pending": [each.stored() for each in self.pending]}
 
     @property

@@ -5,7 +5,7 @@ decides, and writes with one command per kind of key. The fewest bytes are copie
 run change together; else a run is taken apart, which needs a look at each of its blocks.
 
 Names of runs are made here, below `KEYS[…]` that is their common beginning. They share its hash tag, so they lie on the
-server that runs the script. While a cluster moves a slot away it refuses what is not there any more: all reads come
+server that runs the script. While a cluster moves a slot away it refuses keys that are gone: all reads come
 before the first write, and the first write makes the new runs, so such a refusal leaves everything as it was.
 """
 

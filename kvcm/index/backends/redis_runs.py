@@ -633,7 +633,7 @@ def _groups(changes: Sequence[Change]) -> list[_Group]:
 
 
 def _kind_of(change: Change) -> tuple[Any, ...]:
-    """Return what changes of one group have in common: what is expected, whether the columns stay, and headers."""
+    """Return what changes of one group have in common: the expected stamp, whether the columns stay, and headers."""
     _, old, new, _ = change
     expected = _ABSENT if old is None else getattr(old, "stamp", b"") or _UNKNOWN
     before = _headers(old) if old is not None else None
