@@ -87,6 +87,7 @@ __all__ = [
     "Placed",
     "RedisBackend",
     "ShardKeys",
+    "SharedCounts",
     "SharedSums",
     "access_of",
     "first_score",
@@ -801,26 +802,23 @@ _FIRST_MEMBER, _LAST_MEMBER = bytes(KEY.size), b"\xff" * KEY.size  # as the serv
 _Item = TypeVar("_Item")
 
 
-class RedisBackend:
-    """Records of one instance.
+class SharedCounts:
+    """The part of a backend that tells what is in Redis without asking for it.
 
     Args:
         client: the store.
-        uid: number of the instance's registration, never used again.
-        shard_count: lock shards, a power of two; the same for all managers and for ever.
-        revisions: of the keys of records; without them the store is asked every time.
+        pending: when something is due of blocks.
+        sums: over them.
     """
 
     awaits = True
     is_shared = True
 
-    def __init__(self, client: RedisClient, uid: int, shard_count: int, revisions: Revisions | None = None) -> None:
+    def __init__(self, client: RedisClient, pending: DueSets, sums: SharedSums) -> None:
         self.on_stale: Callable[[Sequence[int]], None] = lambda _keys: None
         self._client = client
-        self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
-        pending, owner = [shard.pending for shard in self._shards], owner_of(self._shards[0].blocks)
-        self._pending = DueSets(client, pending, revisions or Revisions(), owner)
-        self._sums = SharedSums([totals_of(shard) for shard in self._shards])
+        self._pending = pending
+        self._sums = sums
         self._sums_revision: Revision | None = None
 
     @property
@@ -852,6 +850,23 @@ class RedisBackend:
         if is_exact or revision is None or revision != self._sums_revision:
             await self._sums.refresh(self._client.run)
             self._sums_revision = revision
+
+
+class RedisBackend(SharedCounts):
+    """Records of one instance.
+
+    Args:
+        client: the store.
+        uid: number of the instance's registration, never used again.
+        shard_count: lock shards, a power of two; the same for all managers and for ever.
+        revisions: of the keys of records; without them the store is asked every time.
+    """
+
+    def __init__(self, client: RedisClient, uid: int, shard_count: int, revisions: Revisions | None = None) -> None:
+        self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
+        pending, owner = [shard.pending for shard in self._shards], owner_of(self._shards[0].blocks)
+        sums = SharedSums([totals_of(shard) for shard in self._shards])
+        super().__init__(client, DueSets(client, pending, revisions or Revisions(), owner), sums)
 
     @staged("read", "redis.py:get_many")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:

@@ -52,7 +52,7 @@ from kvcm.index.backends.backend import (
     sums_of,
     whole_seconds,
 )
-from kvcm.index.backends.redis import RETIRED, SharedSums, access_of, merged, new_score
+from kvcm.index.backends.redis import RETIRED, SharedCounts, SharedSums, access_of, merged, new_score
 from kvcm.index.backends.redis_run_scripts import (
     CHANGE,
     COLDEST,
@@ -86,7 +86,6 @@ from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
 from kvcm.store.redis.tracking import Revisions, owner_of
-from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
@@ -246,7 +245,7 @@ class _RunsRead:
         return _unpacked(keys) if keys else []
 
 
-class RunsBackend:
+class RunsBackend(SharedCounts):
     """Records of one instance.
 
     Args:
@@ -256,48 +255,12 @@ class RunsBackend:
         revisions: of the keys of runs; without them the store is asked every time.
     """
 
-    awaits = True
-    is_shared = True
-
     def __init__(self, client: RedisClient, uid: int, tags: int, revisions: Revisions | None = None) -> None:
-        self._client = client
         self._tags = [TagKeys.of(client.prefix, uid, tag) for tag in range(tags)]
         pending, owner = [tag.pending for tag in self._tags], owner_of(self._tags[0].runs)
-        self._pending = DueSets(client, pending, revisions or Revisions(), owner)
-        self._sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage]) for tag in self._tags])
-        self._sums_revision: Revision | None = None
-        self.on_stale: Callable[[Sequence[int]], None] = lambda _keys: None
+        sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage]) for tag in self._tags])
+        super().__init__(client, DueSets(client, pending, revisions or Revisions(), owner), sums)
         self._read = _RunsRead()
-
-    @property
-    def key_count(self) -> int:
-        return self._sums.key_count
-
-    @property
-    def usage_bytes(self) -> Mapping[StorageKey, int]:
-        return self._sums.usage
-
-    @property
-    def deleting_bytes(self) -> Mapping[StorageKey, int]:
-        return self._sums.deleting
-
-    @property
-    def deleting_keys(self) -> int:
-        return self._sums.deleting_keys
-
-    @property
-    def due_from(self) -> float:
-        return self._pending.earliest
-
-    @property
-    def revision(self) -> Revision | None:
-        return self._pending.revision
-
-    async def refresh(self, *, is_exact: bool = True) -> None:
-        revision = self.revision
-        if is_exact or revision is None or revision != self._sums_revision:
-            await self._sums.refresh(self._client.run)
-            self._sums_revision = revision
 
     # Reads.
 
