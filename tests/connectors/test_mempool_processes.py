@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from pool_parts import CAPACITY, MIB, access_at, load_one, mover_at, save_one
+from stopping import stop_process
 from waiting import until
 
 from kvcm.connectors.transfer import Failure
@@ -52,8 +53,11 @@ class Worker:
         assert select.select([self._stdout], [], [], SECONDS)[0], "the worker says nothing"
         return self._stdout.readline().strip()
 
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+    def stop(self) -> None:
+        stop_process(self._process.pid)
+
+    def resume(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def end(self) -> str:
         """Close its stdin and return the last line."""
@@ -128,10 +132,10 @@ def stopped_in_a_copy(worker: Worker, segment: PoolSegment, first_stamp: int) ->
         worker.send_line(f"save 0 {LARGE} {stamp}")
         stamps = stamps_of(stamp, LARGE)  # which are put before the copy
         until(lambda stamps=stamps: segment.has_stamps(0, stamps))
-        worker.send(signal.SIGSTOP)
+        worker.stop()
         if is_locked(segment):
             return stamp
-        worker.send(signal.SIGCONT)
+        worker.resume()
         assert worker.line() == "ok"
     raise AssertionError("the worker was always quicker")
 
@@ -145,7 +149,7 @@ def test_no_writer_gets_pages_to_which_a_stopped_one_may_come_back(
     assert refused.failure is Failure.BUSY
     assert "locked" in refused.reason
     assert save_one(mover, LARGE, 100, newer).ok  # beside it
-    worker.send(signal.SIGCONT)
+    worker.resume()
     assert worker.line() == "ok"
     assert load_one(mover, 0, LARGE, stamp).ok
     assert save_one(mover, LARGE - PAGE_BYTES, 100, newer).ok
@@ -170,7 +174,7 @@ def test_a_pool_that_is_removed_under_a_stopped_writer_takes_nothing_of_it(
     stamp = stopped_in_a_copy(worker, segment, 100)
     (pool_directory / "segment").unlink()
     assert save_one(mover, 0, 100, stamp + 1).ok
-    worker.send(signal.SIGCONT)
+    worker.resume()
     assert worker.line() == Failure.ERROR
     assert load_one(mover, 0, 100, stamp + 1).ok
     assert load_one(mover, 0, LARGE, stamp).failure is Failure.LOST
@@ -186,14 +190,14 @@ def test_processes_that_overwrite_read_no_wrong_bytes(pool_directory: Path, new_
     end = time.monotonic() + 4.0
     while time.monotonic() < end:
         victim = draw.randrange(1, len(workers))
-        workers[victim].send(signal.SIGSTOP)
+        workers[victim].stop()
         pause = time.monotonic() + draw.random() * 0.05
         until(lambda pause=pause: time.monotonic() >= pause)
         if draw.random() < 0.1:
             workers[victim].kill()
             workers[victim] = new_worker("hammer", pool_directory, victim)
         else:
-            workers[victim].send(signal.SIGCONT)
+            workers[victim].resume()
     seen = Counter[str]()
     for worker in workers:
         seen.update(json.loads(worker.end()))

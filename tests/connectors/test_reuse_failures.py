@@ -13,6 +13,7 @@ import pytest
 import torch
 from manager_process import ManagerProcess
 from reuse_cases import PATIENT, Connect, Find, checked, files_of, make_model, plain, prompt, run
+from stopping import stop_process
 from transformers import DynamicCache
 from waiting import until
 
@@ -214,7 +215,7 @@ def test_a_late_lookup_costs_no_save(
 
     def late_match(*arguments: Any, **options: Any) -> object:
         """Ask while the manager stands still."""
-        manager.process.send_signal(signal.SIGSTOP)
+        stop_process(manager.process.pid)
         try:
             return match(*arguments, **options | {"timeout_seconds": 0.1})
         finally:

@@ -19,6 +19,7 @@ import torch
 from fake_clock import FakeClock
 from host_pools import PAGE, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StrangePoolHost, slots
 from manager_process import ManagerProcess
+from stopping import stop_process
 from waiting import until
 
 from kvcm.connectors import calls
@@ -240,7 +241,7 @@ def test_a_manager_that_hangs_costs_the_deadline(open_store: Open, new_manager: 
     manager = new_manager()
     assert open_store(manager.address).save(_HASHES[:2], slots(0, 1)).pages == 2
     store = open_store(manager.address, call_seconds=0.3)
-    manager.process.send_signal(signal.SIGSTOP)
+    stop_process(manager.process.pid)
     try:
         begun = time.monotonic()
         assert store.exists(_HASHES[:2]) == 0

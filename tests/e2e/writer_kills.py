@@ -14,6 +14,7 @@ from random import Random
 from typing import Any
 
 from block_writer import SPECS, WriterSettings, command_of, connected, content, registered
+from stopping import stop_process
 from waiting import until
 
 from kvcm.connectors.results import Location, MatchMode
@@ -165,8 +166,7 @@ class WriterRig:
     def _stopped_inside_a_session(self) -> bool:
         with self._writer(_SHORT_SESSION_SECONDS) as (writer, journal):
             self._let_run(journal)
-            writer.send_signal(signal.SIGSTOP)
-            until(lambda: _is_stopped(writer), "the writer stops")
+            stop_process(writer.pid)
             session = journal.open_session
             if session is None:
                 return False
@@ -265,10 +265,6 @@ class WriterRig:
                 self.report.wrong.append(f"{uri} is served with other bytes than were written")
         self.report.served_blocks += len(locations)
         return set(map(str, uris))
-
-
-def _is_stopped(process: subprocess.Popen[bytes]) -> bool:
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _outcome(journal: Journal, session: str) -> bool | None:

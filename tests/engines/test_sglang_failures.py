@@ -14,6 +14,7 @@ from engine_process import EngineDiedError, EngineRefusedError, StartEngine, unt
 from manager_process import ManagerProcess
 from ports import free_port
 from sglang_rig import Page, Rig, storage_config
+from stopping import stop_process
 from tiny_models import prompt_tokens
 
 from kvcm.connectors.client import ManagerClient
@@ -67,7 +68,7 @@ def test_a_manager_that_dies_and_comes_back(rig: Rig, new_manager: NewManager) -
 @pytest.mark.feature("sglang", "manager slow")
 def test_a_manager_that_hangs_costs_its_deadline_a_few_times(rig: Rig) -> None:
     computed = rig.store(_PROMPT)
-    rig.manager.process.send_signal(signal.SIGSTOP)
+    stop_process(rig.manager.process.pid)
     try:
         begun = time.monotonic()
         for seed in range(2, 10):

@@ -13,6 +13,7 @@ from engine_kinds import VLLM
 from engine_process import EngineProcess, StartEngine
 from manager_process import ManagerProcess, start_manager
 from ports import free_port
+from stopping import stop_process
 from vllm_rig import FaultySite, Rig, connected, forget, new_prompt
 
 _PORTS = ("rpc_port", "http_port", "admin_rpc_port", "admin_http_port")
@@ -50,7 +51,7 @@ def test_a_manager_that_hangs_while_blocks_are_saved(site: _Site) -> None:
     forget(site.rig.engine)
     site.rig.engine.ask("add_request", request_id="hangs", prompt=prompt, max_tokens=100)
     site.rig.engine.ask("step_until", request_ids=["hangs"], tokens=40)
-    site.rig.manager.process.send_signal(signal.SIGSTOP)
+    stop_process(site.rig.manager.process.pid)
     try:
         (answer,) = site.rig.engine.ask("step_until", request_ids=["hangs"]).values()
         assert answer["tokens"] == site.plain.generate([prompt], 100)[0].tokens

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
 from ports import free_port
-from waiting import until
+from stopping import stop_process
 
 FOLDER = Path(__file__).parent
 LEASE_SECONDS = 0.3
@@ -106,17 +106,13 @@ class Process:
             raise AskedError(answer["raised"])
         return answer["result"]
 
-    def send(self, number: signal.Signals) -> None:
-        self.popen.send_signal(number)
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        self.popen.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Stop every thread of the process; returns when they stand still, which a busy machine delays."""
-        self.popen.send_signal(signal.SIGSTOP)
-        until(self._stands_still, "every thread is stopped")
-
-    def _stands_still(self) -> bool:
-        threads = Path(f"/proc/{self.popen.pid}/task").iterdir()
-        return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+        stop_process(self.popen.pid)
 
     def kill(self) -> None:
         self.popen.kill()
@@ -167,6 +163,13 @@ class Site:
     def kill_master(self) -> None:
         self.master.kill()
         self.master.wait()
+
+    def stop_master(self) -> None:
+        """Let the master stand still: it answers nothing until `resume_master`."""
+        stop_process(self.master.pid)
+
+    def resume_master(self) -> None:
+        self.master.send_signal(signal.SIGCONT)
 
     def client(self) -> Process:
         """Start a process that is a manager, an engine or an owner of memory, as it is asked."""

@@ -138,7 +138,7 @@ def test_no_call_hangs_while_the_owner_of_the_memory_is_stopped_and_transfers_re
         loaded = engine.ask("load", uris=uris, deadline=1.0)
     assert loaded["failures"] == ["pending"] * 2
     assert loaded["seconds"] < 10
-    owner.send(signal.SIGCONT)
+    owner.resume()
     fresh = addresses(64 << 10, 2)
     eventually(lambda: engine.ask("save", uris=fresh, deadline=2.0)["failures"] == [None] * 2)
     assert engine.ask("load", uris=fresh)["equal"] == [True] * 2
@@ -164,13 +164,13 @@ def test_an_engine_goes_on_by_itself_when_the_master_was_killed_and_is_back(site
 def test_a_first_use_against_a_master_that_stopped_ends_and_a_later_one_succeeds(site: Site) -> None:
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096)
-    site.master.send_signal(signal.SIGSTOP)
+    site.stop_master()
     answer = engine.ask("save", uris=uris, deadline=1.0)
     assert set(answer["failures"]) <= {"error", "pending", "cancelled"}
     assert answer["seconds"] < 20, (
         "left to itself the client's setup never returns, and nothing else in its process runs"
     )
-    site.master.send_signal(signal.SIGCONT)
+    site.resume_master()
     eventually(lambda: engine.ask("save", uris=uris, deadline=5.0)["failures"] == [None])
 
 
@@ -178,9 +178,9 @@ def test_parts_of_an_interrupted_save_count_as_stored_only_when_they_are(site: S
     site.owner(32 << 20)
     engine, uris = site.client(), addresses(4096, 4)
     assert engine.ask("save", uris=addresses(4096))["failures"] == [None]
-    site.master.send_signal(signal.SIGSTOP)
+    site.stop_master()
     assert set(engine.ask("save", uris=uris, deadline=30.0)["failures"]) == {"error"}
-    site.master.send_signal(signal.SIGCONT)
+    site.resume_master()
     # The master takes the names now, for a writer that has given up: it says of every further try that it succeeded.
     saved = engine.ask("save", uris=uris)
     assert engine.ask("load", uris=uris)["equal"] == [failure is None for failure in saved["failures"]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from stopping import stop_process
 
 from kvcm.model.errors import KvcmError, StorageIOError, UnsupportedError
 from kvcm.model.storages import MooncakeStorageSpec
@@ -43,7 +44,7 @@ def test_a_question_that_is_not_taken_in_time_fails_and_the_process_is_killed(pr
 
     _load(process)
     [child] = children() - before
-    os.kill(child, signal.SIGSTOP)
+    stop_process(child)
     asking = Thread(target=ask, daemon=True)
     asking.start()
     asking.join(30)

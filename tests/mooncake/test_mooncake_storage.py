@@ -108,10 +108,10 @@ def test_a_master_that_dies_or_stops_answering_costs_answers_until_it_is_back(si
     eventually(lambda: manager.ask("probe") is None)
     assert manager.ask("exists", uris=old) == [False] * 3, "the master's memory of objects is gone with it"
 
-    site.master.send_signal(signal.SIGSTOP)
+    site.stop_master()
     with pytest.raises(AskedError, match="does not answer"):
         manager.ask("probe")
-    site.master.send_signal(signal.SIGCONT)
+    site.resume_master()
     eventually(lambda: manager.ask("probe") is None)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import redis
 from ports import BUS_OFFSET, free_port
+from stopping import stop_process
 from waiting import until
 
 __all__ = ["REDIS_PROGRAM", "Cluster", "RedisServer", "Sentinels", "Servers", "cluster", "sentinel", "standalone"]
@@ -86,7 +87,7 @@ class RedisServer:
 
     def pause(self) -> None:
         """Stop the process as it stands; connections stay open and silent."""
-        self.process.send_signal(signal.SIGSTOP)
+        stop_process(self.process.pid)
 
     def resume(self) -> None:
         """Let a paused process go on."""
