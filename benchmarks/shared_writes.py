@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from report import Row, arguments, publish
 from service_client import META, Exchange
-from service_site import Site, hash_keys, site
+from service_site import Manager, Site, hash_keys, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
@@ -168,8 +168,18 @@ def cold_row(sides: Sequence[Side], rounds: int) -> Row:
                ratio, target, ratio <= MOST_COLD)  # fmt: skip
 
 
+def _idle_cpu(manager: Manager, seconds: float) -> float:
+    """Return what a manager uses right now in so many seconds in which nothing is written."""
+    begin = manager.cpu_seconds()
+    time.sleep(seconds)
+    return manager.cpu_seconds() - begin
+
+
 def beside_rows(sides: Sequence[Side], blocks: int, count: int, rounds: int) -> Iterator[Row]:
-    """Yield what a block that one manager writes costs another one, which has answers of its instance or has none."""
+    """Yield what a block that one manager writes costs another one, which has answers of its instance or has none.
+
+    The manager that writes leads: what the leader has to do for a block belongs to its price.
+    """
     keys = hash_keys(1 << 61, 64)
     request = pb.GetCacheLocationRequest(instance_id="fresh", block_keys=keys, query_type=pb.QT_PREFIX_MATCH)
     for is_served, most in ((False, MOST_BESIDE_US), (True, MOST_SERVED_US)):
@@ -182,7 +192,8 @@ def beside_rows(sides: Sequence[Side], blocks: int, count: int, rounds: int) -> 
                         other.manager.call("GetCacheLocation", request, pb.GetCacheLocationResponse)
                     begin, since = other.manager.cpu_seconds(), time.monotonic()
                     side.write(blocks, count)
-                    spent = other.manager.cpu_seconds() - begin - other.manager.idle * (time.monotonic() - since)
+                    spent, seconds = other.manager.cpu_seconds() - begin, time.monotonic() - since
+                    spent -= _idle_cpu(other.manager, seconds)
                     costs[at].append(spent / (blocks * count) * 1e6)
         ours, theirs = map(statistics.median, costs)
         what = "has answers of its instance" if is_served else "has none of its instance"
@@ -203,7 +214,7 @@ def measured(store: str, before: Path, is_quick: bool) -> list[Row]:
         ]
         if store == "redis":
             rows += [bytes_row(sides, 64, 50 if is_quick else 500), cold_row(sides, 2 if is_quick else 9)]
-            rows += beside_rows(sides, 64, 100 if is_quick else 500, 2 if is_quick else 5)
+            rows += beside_rows(sides, 64, 100 if is_quick else 1000, 2 if is_quick else 7)
         return rows
 
 

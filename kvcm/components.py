@@ -30,7 +30,7 @@ from kvcm.config import ConfigError, Settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import BlockKeys, RedisBackend
-from kvcm.index.backends.redis_runs import RunsBackend
+from kvcm.index.backends.redis_runs import RunsBackend, channel_of, noticed_blocks
 from kvcm.index.backends.rocks import BlockSalvage, load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
@@ -324,7 +324,7 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
     store = RedisStore(client)
     eviction = EvictionWatch(client, store.table("losses"))
     guard = StoreGuard(store.registry_table(), client.gate, clock, journal := LossJournal(clock, store, beside))
-    eviction.on_evicted = journal.note_evicted
+    eviction.listeners.append(journal.note_evicted)
     try:
         await client.check()
         await eviction.check()
@@ -334,7 +334,7 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
 
     def new_backend(placement: Placement) -> IndexBackend:
         if placement.tags:
-            return RunsBackend(client, placement.uid, placement.tags, store.revisions)
+            return RunsBackend(client, placement.uid, placement.tags, store.flags)
         return RedisBackend(client, placement.uid, placement.shard_count, store.revisions)
 
     # Not the node's id: that may be configured, and every start numbers its reports from 0 again.
@@ -431,12 +431,14 @@ class Sharing:
 
     Attributes:
         invalidations: changes by other managers, for the search caches.
+        flags: of what may be due, for a manager that leads.
         ledger: reports usage to the other managers.
         recount: corrects usage that managers did not report before they died.
         wakes: wakes the leader's reclaimer.
     """
 
     invalidations: Invalidations
+    flags: Invalidations
     ledger: SharedLedger
     recount: UsageRecount
     wakes: WakeBroadcast
@@ -452,8 +454,8 @@ class Sharing:
         keys, caches, revisions = BlockKeys(store.client.prefix), cache.open_caches, store.revisions
 
         def invalidate(names: Sequence[bytes]) -> None:
-            others = [name for name in names if not name.startswith(keys.prefixes)]
-            heads = keys.by_head(names if not others else (name for name in names if name.startswith(keys.prefixes)))
+            others = [name for name in names if not name.startswith(keys.prefix)]
+            heads = keys.by_head(names if not others else (name for name in names if name.startswith(keys.prefix)))
             revisions.record((*heads, *others))
             caches.invalidate(keys.by_uid(heads))
 
@@ -461,10 +463,20 @@ class Sharing:
             revisions.reset()
             caches.invalidate_all()
 
-        prefixes = (*keys.prefixes, *store.notified_prefixes)
-        invalidations = Invalidations(store.client, prefixes, invalidate, invalidate_all)
+        invalidations = Invalidations(
+            store.client,
+            (keys.prefix, *store.notified_prefixes(have_flags=registry.tags > 0)),
+            invalidate,
+            invalidate_all,
+            channel=channel_of(store.client.prefix),
+            on_notice=lambda notice: caches.invalidate(noticed_blocks(notice)),
+        )
+        if metadata.eviction is not None:
+            metadata.eviction.listeners.append(lambda _keys: caches.invalidate_all())
         revisions.is_live = lambda: invalidations.is_live
-        return cls(invalidations, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
+        flags = Invalidations(store.client, [store.flag_prefix], store.flags.record, store.flags.reset)
+        store.flags.is_live = lambda: flags.is_live
+        return cls(invalidations, flags, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -776,6 +788,7 @@ class Components:
         if self.sharing is not None:
             tasks += [
                 ("invalidations", self.sharing.invalidations.run),
+                ("flags", partial(self.sharing.flags.run_while, lambda: self.leadership.is_leader, task_seconds)),
                 ("usage", self.sharing.ledger.run),
                 ("wakes", self.sharing.wakes.run),
                 ("recount", partial(_every, _RECOUNT_SECONDS, self._if_leader(self.sharing.recount.check))),

@@ -14,6 +14,7 @@ from kvcm.index.search_cache import CacheBudget, ChunkCache, StorageView, filter
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.groups import MetaIndexerConfig
 from kvcm.model.instances import Instance, LocationSpecInfo, Placement, Registration
+from kvcm.model.keys import unpack_keys
 from kvcm.model.locations import SpecUri, decode_chunk, encode_chunk
 from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
@@ -242,12 +243,12 @@ class OpenCaches:
         return self._handles
 
     def invalidate(self, changed: Mapping[int, Sequence[bytes]]) -> None:
-        """Managers changed what the store notifies of, by uid (`SharedBackend.changed_keys`). Of an instance without
-        answers there is nothing to forget."""
+        """Managers changed blocks, given by uid as their keys are stored. Of an instance without answers there is
+        nothing to forget."""
         for uid, members in changed.items():
             cache = self._caches.get(uid)
             if cache is not None and cache.index.has_answers:
-                cache.index.invalidate_notified(members)
+                cache.index.invalidate(unpack_keys(members))
 
     def invalidate_all(self) -> None:
         """Changes of other managers may have been missed."""

@@ -144,8 +144,6 @@ class MetaIndex:
         self._max_key_count = max_key_count
         self._on_usage = on_usage
         self._incoming = self._reserved = self._generation = 0
-        if backend.is_shared:
-            cast("SharedBackend", backend).on_stale = self._answers.forget
         self.answers = self._answers.answers  # the bound method: the hot path of a match has one coroutine less
 
     @property
@@ -220,10 +218,6 @@ class MetaIndex:
     def invalidate(self, keys: Iterable[int]) -> None:
         """Another manager changed these keys."""
         self._answers.forget(list(keys))
-
-    def invalidate_notified(self, members: Sequence[bytes]) -> None:
-        """Another manager changed what the store notifies of, as of `SharedBackend.changed_keys`."""
-        self._answers.forget(cast("SharedBackend", self._backend).changed_keys(members))
 
     def invalidate_all(self) -> None:
         """Changes of other managers may have been missed."""

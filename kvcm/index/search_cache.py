@@ -3,7 +3,8 @@
 Invariants:
 
 * An entry is the answer for the record that the store has, or had a moment ago: every change of a record, here or by
-  another manager, drops its entry (design.md decision 4).
+  another manager, drops its entry (design.md decision 4). Only resident blocks have one: other managers say nothing of
+  changes of the others.
 * A read that overlaps a change never puts the old record back. A read in flight leaves a placeholder per key; the
   change takes it away, and the result enters the cache only where the placeholder is still there.
 * Bounded: entries live in two generations. A hit in the old one moves the entry to the young one; when the young ones
@@ -30,6 +31,7 @@ from kvcm.index.backends.backend import (
     IndexBackend,
     SharedBackend,
     UniformRun,
+    is_resident,
     read_answers,
     read_records,
     read_runs,
@@ -388,8 +390,8 @@ class _AnyRank:
         return 0
 
 
-def _itself(record: BlockRecord, _view: StorageView) -> BlockRecord:
-    return record
+def _itself(record: BlockRecord, _view: StorageView) -> BlockRecord | None:
+    return record if is_resident(record) else None
 
 
 def _size_of(record: BlockRecord) -> int:

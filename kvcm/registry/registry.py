@@ -182,6 +182,8 @@ class Registry:
     ) -> None:
         self._table: Table = table if table is not None else MemoryTable()
         self._flush = flush
+        self.tags = tags
+        """Of instances that are registered from now on; 0 while managers of the release before may use the store."""
         self._version: int | None = None
         self._view = -1  # generations of the caches when all of them were read
         self._refreshing = asyncio.Lock()

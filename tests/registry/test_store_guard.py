@@ -285,7 +285,7 @@ async def test_keys_that_a_server_dropped_are_counted(tmp_path_factory: pytest.T
     with standalone(tmp_path_factory.mktemp("redis"), extra=["--maxmemory-policy", "allkeys-random"]) as servers:
         client = RedisClient.of(parse_redis_uri(servers.uri("one")))
         watch, counts = watch_of(client), list[int]()
-        watch.on_evicted = counts.append
+        watch.listeners.append(counts.append)
         with servers.server.admin() as admin:
             for number in range(100):
                 admin.set(f"one:{number}", b"x" * 1000)
@@ -298,7 +298,7 @@ async def test_keys_that_a_server_dropped_are_counted(tmp_path_factory: pytest.T
         assert sum(counts) == dropped > 0
         await watch.check()
         later = watch_of(client)
-        later.on_evicted = counts.append
+        later.listeners.append(counts.append)
         await later.check()
         assert sum(counts) == dropped, "a manager that starts later reports none of it again"
         await client.close()
@@ -319,7 +319,7 @@ async def test_keys_that_a_server_dropped_before_a_manager_ended_are_counted_by_
             dropped = admin.info("stats")["evicted_keys"]
             admin.config_set("maxmemory", 0)
         later, counts = watch_of(client), list[int]()
-        later.on_evicted = counts.append
+        later.listeners.append(counts.append)
         await later.check()
         await client.close()
     assert sum(counts) == dropped > 0

@@ -1,20 +1,14 @@
 """What test doubles of shared stores that keep a record per block have in common."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcm.index.backends.backend import UniformRun
-from kvcm.model.keys import unpack_keys
 from kvcm.model.locations import BlockRecord
 
 
 class RecordByRecord:
     """What a backend of a shared store has besides, where it keeps a record per block."""
 
-    on_stale: Callable[[Sequence[int]], None] = staticmethod(lambda _keys: None)
-
     async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
         records = await self.get_many(keys)  # type: ignore[attr-defined]
         return (), {key: record for key, record in zip(keys, records, strict=True) if record is not None}
-
-    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
-        return unpack_keys(members)

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 import redis
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from index_backends import connected
@@ -443,7 +444,15 @@ class Listener:
         self.keys: set[bytes] = set()
         self.resets = 0
         self.reset_while_live = False
-        self.invalidations = Invalidations(client, [self.prefix], self._on_keys, self._on_reset)
+        self.notices: list[bytes] = []
+        self.invalidations = Invalidations(
+            client,
+            [self.prefix],
+            self._on_keys,
+            self._on_reset,
+            channel=self.prefix + b"notices",
+            on_notice=self.notices.append,
+        )
 
     def _on_keys(self, keys: Sequence[bytes]) -> None:
         self.keys.update(keys)
@@ -501,6 +510,41 @@ async def test_changes_by_others_arrive_by_themselves(kind: str, request: pytest
         await other.close()
         assert listener.keys == keys
         assert listener.resets == 1, "once, before it went live"
+
+
+@pytest.mark.usefixtures("no_pings")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_notices_arrive_whichever_server_publishes_them(kind: str, request: pytest.FixtureRequest) -> None:
+    async with listening(request.getfixturevalue(f"redis_{kind}")) as listener:
+        channel = listener.prefix + b"notices"
+        tags = [b"{%d}" % tag for tag in range(20)]  # of all masters of a cluster
+        publish = Script("return redis.call('PUBLISH', ARGV[1], ARGV[2])")
+        await listener.client.run([ScriptCall(publish, [tag], [channel, tag]) for tag in tags])
+        await listener.until(lambda: set(listener.notices) == set(tags))
+        assert (listener.keys, listener.resets) == (set(), 1)
+
+
+@pytest.mark.usefixtures("no_pings")
+async def test_a_user_that_may_not_subscribe_is_named_the_channels_that_it_needs(tmp_path: Path) -> None:
+    with standalone(tmp_path) as servers:
+        with servers.server.admin() as admin:
+            rules = ("on", ">secret", "~*", "+@all", "resetchannels", "&__redis__:invalidate")
+            admin.execute_command("ACL", "SETUSER", "limited", *rules)
+        uri = servers.uri("acl").replace("redis://", "redis://limited:secret@")
+        client = RedisClient.of(parse_redis_uri(uri))
+        listener = Listener(client)
+        with structlog.testing.capture_logs() as logs:
+            running = asyncio.create_task(listener.invalidations.run())
+            await listener.until(lambda: bool(logs))
+            assert "permission" in logs[0]["reason"]
+            assert logs[0]["reason"].endswith("needs the channels &__redis__:invalidate and &acl:b{notices")
+            assert not listener.invalidations.is_live
+            with servers.server.admin() as admin:
+                admin.execute_command("ACL", "SETUSER", "limited", "&acl:*")
+            await listener.live()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
 
 
 @pytest.mark.usefixtures("no_pings")

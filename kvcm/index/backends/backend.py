@@ -573,25 +573,11 @@ class IndexBackend(Protocol):
 
 class SharedBackend(IndexBackend, Protocol):
     """Keeps records in a store that several managers share. It makes changes of whole runs together with changes of
-    other things, in one round trip.
-
-    Attributes:
-        on_stale: called with keys of records that others may have changed since they were read, or of whose changes
-            this manager would not be notified from now on; before the read returns.
-    """
-
-    on_stale: Callable[[Sequence[int]], None]
+    other things, in one round trip."""
 
     async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
         """Do `get_many` for those who need no more of a block than its locations: return blocks that have one location
         each together as they are stored, more than were asked for maybe, and the records of the others."""
-
-    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
-        """Return the keys of records that were read and may have changed.
-
-        Args:
-            members: what the names end with that the store notified of: what holds records of this instance changed.
-        """
 
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then

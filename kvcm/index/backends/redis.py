@@ -130,23 +130,22 @@ class ShardKeys(NamedTuple):
 
 
 class BlockKeys:
-    """The records and runs of one deployment.
+    """The records of one deployment.
 
     Attributes:
-        prefixes: what all of them begin with.
+        prefix: what the names of all of them begin with.
 
     Args:
         deployment: name that every key of the deployment begins with.
     """
 
     def __init__(self, deployment: str) -> None:
-        self.prefixes = (f"{deployment}:b{{".encode(), f"{deployment}:k{{".encode())
-        kinds = b"|".join(map(re.escape, self.prefixes))
-        self._match = re.compile(b"(?:" + kinds + rb")(\d{1,19})\.\d{1,19}\}").fullmatch
+        self.prefix = f"{deployment}:b{{".encode()
+        self._match = re.compile(re.escape(self.prefix) + rb"(\d{1,19})\.\d{1,19}\}").fullmatch
         self._uids: dict[bytes, int | None] = {}  # by the beginnings of names, of which each shard has one
 
     def by_head(self, names: Iterable[bytes]) -> dict[bytes, list[bytes]]:
-        """Return what the names end with, keys of blocks or ids of runs, by what they begin with: the same for a shard.
+        """Return what the names end with, keys of blocks, by what they begin with: the same for a shard.
         Every manager does this for each change of a block, so a name costs two slices and one lookup."""
         members: defaultdict[bytes, list[bytes]] = defaultdict(list)
         for name in names:
@@ -815,7 +814,6 @@ class SharedCounts:
     is_shared = True
 
     def __init__(self, client: RedisClient, pending: DueSets, sums: SharedSums) -> None:
-        self.on_stale: Callable[[Sequence[int]], None] = lambda _keys: None
         self._client = client
         self._pending = pending
         self._sums = sums
@@ -848,6 +846,7 @@ class SharedCounts:
     async def refresh(self, *, is_exact: bool = True) -> None:
         revision = self.revision
         if is_exact or revision is None or revision != self._sums_revision:
+            revision = await self._pending.expect_changes()
             await self._sums.refresh(self._client.run)
             self._sums_revision = revision
 
@@ -866,7 +865,7 @@ class RedisBackend(SharedCounts):
         self._shards = [ShardKeys.of(client.prefix, uid, shard) for shard in range(shard_count)]
         pending, owner = [shard.pending for shard in self._shards], owner_of(self._shards[0].blocks)
         sums = SharedSums([totals_of(shard) for shard in self._shards])
-        super().__init__(client, DueSets(client, pending, revisions or Revisions(), owner), sums)
+        super().__init__(client, DueSets(client, pending, [(revisions or Revisions(), owner)]), sums)
 
     @staged("read", "redis.py:get_many")
     async def get_many(self, keys: Sequence[int]) -> list[BlockRecord | None]:
@@ -899,9 +898,6 @@ class RedisBackend(SharedCounts):
         self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
     ) -> None:
         """Records are in Redis: `get_many`."""
-
-    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
-        return unpack_keys(members)
 
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many` and `stage_begin`."""

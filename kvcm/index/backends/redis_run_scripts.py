@@ -44,6 +44,16 @@ local function keys_at(name)
   return string.sub(head, 2, 1 + 8 * math.min(string.byte(head), math.floor((#head - 1) / 8)))
 end
 """
+_NOTICES: Final = """
+-- Managers that keep answers for these blocks forget them.
+local function notify_stale(prefix, keys)
+  local channel, uid = string.match(prefix, '^(.*){(%d+)')
+  redis.call('PUBLISH', channel, uid .. '.' .. keys)
+end
+
+-- Managers read again what they know of a tag as a whole, those that wait for its next change.
+local function notify_changed(name) redis.call('SET', name, '', 'NX') end
+"""
 _RUN: Final = (
     _HEADS
     + """
@@ -206,16 +216,18 @@ end
 
 _CHANGE: Final = (
     _RUN
+    + _NOTICES
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with.
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
 -- ARGV[1]: packed groups of blocks that are to change alike, each
 --   {what a block must have: a stamp, zeros for no record, or else headers; number of an argument; whether that is a
 --    run to store, else keys of blocks; headers to set, false to keep those of the run, '' to remove; new stamp;
 --    score: number to set, true to retire the blocks, false to leave it; due time or false;
---    fields of usage; what each block adds to them; bodies to set, nil to keep those of the run}.
+--    fields of usage; what each block adds to them; whether the blocks are resident, as they are;
+--    bodies to set, nil to keep those of the run}.
 -- ARGV[2]: 1 if the answer is 0 where a block lost, else the turn of the tag that this call is.
 -- Returns that answer, 0 when all blocks lost, then the indexes of those that were something else than expected.
-local order, children, pending, usage, index, prefix = unpack(KEYS)
+local order, children, pending, usage, index, prefix, changed = unpack(KEYS)
 local groups = cmsgpack.unpack(ARGV[1])
 local all, texts, starts = {}, {}, {}
 for g, group in ipairs(groups) do
@@ -267,7 +279,7 @@ local function change_whole(group, id)
     return
   end
   if not group[3] then
-    kept[id] = {with_headers(value, group[5], group[4], group[10]), group[6], group[7]}
+    kept[id] = {with_headers(value, group[5], group[4], group[11]), group[6], group[7]}
     return
   end
   kept[id] = {text, group[6], group[7]}
@@ -320,9 +332,9 @@ local function change_some(group, g, size)
       add_run(new, here, new.stamp, new.headers, score_from(id, group[6]), group[7])
     else
       local run = run_of(id)
-      for n, pair in ipairs(group[10] and pairs_of_it or {}) do
-        run.bodies[pair[2]] = group[10][pair[1]]
-        run.sizes[pair[2]] = size_of(group[10][pair[1]])
+      for n, pair in ipairs(group[11] and pairs_of_it or {}) do
+        run.bodies[pair[2]] = group[11][pair[1]]
+        run.sizes[pair[2]] = size_of(group[11][pair[1]])
       end
       table.sort(there)
       add_run(run, there, group[5], group[4], score_from(id, group[6]), group[7])
@@ -418,7 +430,13 @@ if removed > 0 then
   for key in pairs(forgotten) do fields[#fields + 1] = key end
   forgotten = fields
 end
+local stale = {}
+for g, group in ipairs(groups) do
+  if group[10] then stale[#stale + 1] = texts[g] end
+end
+if #stale > 0 then notify_stale(prefix, table.concat(stale)) end
 store(stored)
+notify_changed(changed)
 if #gone > 0 then redis.call('UNLINK', unpack(gone)) end
 call('HSET', index, placed)
 if removed > 0 then call('HDEL', index, forgotten) end
@@ -443,7 +461,7 @@ SERVE: Final = Script(_CHANGE, allow_oom=True, guards=True)
 _RESCORE: Final = (
     _RUN
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with.
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
 -- ARGV: unix seconds; `how`; keys of blocks; packed number of reads of each; how many runs to cut at most.
 -- Blocks of a run are always read alike: where they were not, the run is cut.
 -- Returns the keys of blocks of runs that were left, since more had to be cut.
@@ -754,12 +772,13 @@ return {places, runs}
 )
 MEND: Final = Script(
     _RUN
+    + _NOTICES
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with.
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
 -- ARGV: key of a block; id of a run or ''; stamp of the run that was judged, zeros for no block; score if its run is
 -- not in the order; due time or ''; parents whose child it is not; what the score of a run that cannot be evicted has
 -- more.
-local order, children, pending, _, index, prefix = unpack(KEYS)
+local order, children, pending, _, index, prefix, changed = unpack(KEYS)
 local key, none = ARGV[1], '\\0\\0\\0\\0\\0\\0\\0\\0'
 local known = redis.call('HGET', index, key)
 local id = known or ARGV[2]
@@ -767,6 +786,8 @@ local value = id ~= '' and redis.call('GET', prefix .. id)
 local at, parent, inner
 if value and string.byte(value) == 2 then at, parent, inner = place_of(value, key) end
 if (at and string.sub(value, 2, 9) or none) ~= ARGV[3] then return 0 end
+notify_stale(prefix, key)
+notify_changed(changed)
 if not at then
   if known then redis.call('HDEL', index, key) end
   if ARGV[2] ~= '' and not value then
@@ -785,19 +806,24 @@ for _, other in ipairs(cut(ARGV[6], 8)) do redis.call('ZREM', children, other ..
 return 1
 """
 )
-DROP_RUN: Final = Script("""
--- KEYS: access order, children, pending, usage, index, what names of runs begin with.
+DROP_RUN: Final = Script(
+    _NOTICES
+    + """
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
 -- ARGV: key of a block; its run; id of the run where the block may be if the index does not know it, or ''.
 -- Forgets the block; with the first one of a run that cannot be read that run, too.
 local id = redis.call('HGET', KEYS[5], ARGV[1]) or ARGV[3] ~= '' and ARGV[3]
 local value = id and redis.call('GET', KEYS[6] .. id)
 if not id or value and value ~= ARGV[2] then return 0 end
+notify_stale(KEYS[6], ARGV[1])
+notify_changed(KEYS[7])
 redis.call('HDEL', KEYS[5], ARGV[1])
 redis.call('UNLINK', KEYS[6] .. id)
 redis.call('ZREM', KEYS[1], id)
 redis.call('ZREM', KEYS[3], id)
 return 1
-""")
+"""
+)
 TOTALS: Final = Script("""
 -- KEYS: index, usage. Returns how many blocks there are, and fields and values of the sums, at one moment.
 return {redis.call('HLEN', KEYS[1]), redis.call('HGETALL', KEYS[2])}
@@ -805,7 +831,8 @@ return {redis.call('HLEN', KEYS[1]), redis.call('HGETALL', KEYS[2])}
 DROP: Final = Script(
     _HEADS
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with. ARGV: how many runs.
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
+-- ARGV: how many runs.
 -- Forgets some runs; the rest goes with the last of them. Returns how many runs are left.
 local ids, names, keys = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1), {}, {}
 for n, id in ipairs(ids) do
@@ -819,7 +846,7 @@ if #ids > 0 then
   redis.call('ZREM', KEYS[1], unpack(ids))
 end
 local left = redis.call('ZCARD', KEYS[1])
-if left == 0 then redis.call('UNLINK', unpack(KEYS, 1, 5)) end
+if left == 0 then redis.call('UNLINK', KEYS[7], unpack(KEYS, 1, 5)) end
 return left
 """
 )

@@ -13,10 +13,14 @@ Keys of one tag share a hash tag, hence a slot of a cluster; `P` is the name of 
     P:c{uid.tag}            children: parent + child, of the children that do not follow their parent within a run
     P:p{uid.tag}            pending: id -> when a session expires or bytes may go
     P:u{uid.tag}            usage, as in `redis.py`; @ -> the last id, counted from 1
+    P:w{uid.tag}            there while something changed since a manager last asked to hear of it (`DueSets`)
+
+A change of blocks that can be served is published on the channel `P:k`, with their keys: managers keep answers for no
+others, so what is written new costs the other managers nothing.
 
 Keys of blocks and ids of runs are 8 bytes, big endian; the high 20 bits of an id are the number of its tag. Invariants:
 
-1. All six change in one Lua call, so a crash at any point leaves them in agreement (invariant 4 of the design).
+1. All of them change in one Lua call, so a crash at any point leaves them in agreement (invariant 4 of the design).
 2. A block changes only where its run still has the stamp that was read: of several managers one wins, the others lose
    and read again. A cut keeps the stamp, since it changes no record.
 3. All blocks of a run were read alike: its place in the access order is that of each.
@@ -30,8 +34,7 @@ per session (all its blocks would have to change together); positions in the ind
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from random import Random
 from typing import Any, Final, NamedTuple
@@ -49,6 +52,7 @@ from kvcm.index.backends.backend import (
     Sum,
     UniformRun,
     Written,
+    is_resident,
     sums_of,
     whole_seconds,
 )
@@ -78,18 +82,17 @@ from kvcm.index.run_codec import (
     encode_blocks,
     encode_headers,
     encode_run,
-    keys_of,
     new_run_stamp,
 )
 from kvcm.model.keys import mixed, pack_keys, unpack_keys
-from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
+from kvcm.model.locations import BlockRecord, BlockRun, LocationStatus, StorageKey
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
 from kvcm.store.redis.tracking import Revisions, owner_of
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
-__all__ = ["RunsBackend", "TagKeys"]
+__all__ = ["RunsBackend", "TagKeys", "channel_of", "noticed_blocks"]
 
 _ABSENT: Final = bytes(STAMP_SIZE)
 _UNKNOWN: Final = b"\xff" * STAMP_SIZE  # no write has this stamp
@@ -102,12 +105,12 @@ _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
 _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
 _KEY_BYTES: Final = 8
 _TAG_SHIFT: Final = 44
-_MOST_RUNS_KNOWN: Final = 1 << 15  # of each generation; half a KiB each
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class TagKeys(NamedTuple):
-    """Names of the keys of one tag; `runs` is what the names of its runs begin with."""
+    """Names of the keys of one tag; `runs` is what the names of its runs begin with, `changed` is there while no
+    manager has to be notified of another change."""
 
     order: bytes
     children: bytes
@@ -115,11 +118,24 @@ class TagKeys(NamedTuple):
     usage: bytes
     places: bytes
     runs: bytes
+    changed: bytes
 
     @classmethod
     def of(cls, deployment: str, uid: int, tag: int) -> TagKeys:
         """Return the names for a tag of an instance's registration."""
-        return cls(*(f"{deployment}:{kind}{{{uid}.{tag}}}".encode() for kind in "zcpuxk"))
+        return cls(*(f"{deployment}:{kind}{{{uid}.{tag}}}".encode() for kind in "zcpuxkw"))
+
+
+def channel_of(deployment: str) -> bytes:
+    """Return the channel on which changes of resident blocks are published."""
+    return f"{deployment}:k".encode()
+
+
+def noticed_blocks(notice: bytes) -> Mapping[int, Sequence[bytes]]:
+    """Return what was published: keys of blocks, as they are stored, by the uid of their instance. Nothing of what is
+    no notice."""
+    uid, _, keys = notice.partition(b".")
+    return {int(uid): _key_list(keys)} if uid.isdigit() and len(keys) % _KEY_BYTES == 0 else {}
 
 
 class _Document(NamedTuple):
@@ -133,6 +149,7 @@ class _Document(NamedTuple):
         score: to set, True to retire the blocks, False to leave it.
         due: unix seconds, False for never.
         sums: what each block adds to the sums.
+        is_resident: whether the blocks are, so that managers may keep answers for them.
         bodies: to set by block, None to leave them.
     """
 
@@ -143,6 +160,7 @@ class _Document(NamedTuple):
     score: int | bool
     due: float | bool
     sums: Mapping[Sum, int]
+    is_resident: bool
     bodies: Sequence[bytes] | None = None
 
     def numbered(self, argument: int) -> tuple[Any, ...]:
@@ -150,7 +168,7 @@ class _Document(NamedTuple):
         headers = False if self.headers is None else _text(self.headers)
         fields, amounts = [of.field for of in self.sums], list(self.sums.values())
         ends = () if self.bodies is None else ([_text(body) for body in self.bodies],)
-        rest = (headers, _text(self.stamp), self.score, self.due, fields, amounts, *ends)
+        rest = (headers, _text(self.stamp), self.score, self.due, fields, amounts, self.is_resident, *ends)
         return (_text(self.expected), argument, self.is_run, *rest)
 
 
@@ -200,51 +218,6 @@ class _TagChange(NamedTuple):
         return {of: size for of, size in sums.items() if size}, count
 
 
-class _RunsRead:
-    """Which blocks lie in the runs that this manager has read, so that it knows what to forget when one changes.
-
-    The store notifies of runs. One that is not known here was not read, or changes while it is being read: then what
-    that read returns is stale. Bounded as a search cache is: in two generations.
-    """
-
-    def __init__(self) -> None:
-        self._young: dict[bytes, bytes] = {}  # keys of the blocks, packed, by id
-        self._old: dict[bytes, bytes] = {}
-        self._under_way: list[set[bytes]] = []
-
-    @contextmanager
-    def under_way(self) -> Iterator[set[bytes]]:
-        """Note which runs change while something is read: those in the yielded set."""
-        changed: set[bytes] = set()
-        self._under_way.append(changed)
-        try:
-            yield changed
-        finally:
-            self._under_way = [each for each in self._under_way if each is not changed]
-
-    def remember(self, ids: Sequence[bytes], values: Sequence[bytes], changed: Set[bytes]) -> list[int]:
-        """Know runs that were read, and return the blocks of those that changed meanwhile or are known no more."""
-        stale = b""
-        for each, value in zip(ids, values, strict=True):
-            if each in changed:
-                stale += keys_of(value)
-            else:
-                self._young[each] = keys_of(value)
-        if len(self._young) > _MOST_RUNS_KNOWN:
-            stale += b"".join(keys for each, keys in self._old.items() if each not in self._young)
-            self._old, self._young = self._young, {}
-        return _unpacked(stale) if stale else []
-
-    def changed(self, ids: Sequence[bytes]) -> list[int]:
-        """Return the blocks of runs that changed."""
-        for changed in self._under_way:
-            changed.update(ids)
-        keys = b""
-        for each in ids:
-            keys += self._young.pop(each, b"") + self._old.pop(each, b"")
-        return _unpacked(keys) if keys else []
-
-
 class RunsBackend(SharedCounts):
     """Records of one instance.
 
@@ -252,15 +225,15 @@ class RunsBackend(SharedCounts):
         client: the store.
         uid: number of the instance's registration, never used again.
         tags: parts that the keys are divided among; the same for all managers and for ever.
-        revisions: of the keys of runs; without them the store is asked every time.
+        flags: changes of the keys that say that a tag changed; without them the store is asked every time.
     """
 
-    def __init__(self, client: RedisClient, uid: int, tags: int, revisions: Revisions | None = None) -> None:
+    def __init__(self, client: RedisClient, uid: int, tags: int, flags: Revisions | None = None) -> None:
         self._tags = [TagKeys.of(client.prefix, uid, tag) for tag in range(tags)]
-        pending, owner = [tag.pending for tag in self._tags], owner_of(self._tags[0].runs)
+        pending, changed = [tag.pending for tag in self._tags], [tag.changed for tag in self._tags]
+        owner = owner_of(changed[0])
         sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage]) for tag in self._tags])
-        super().__init__(client, DueSets(client, pending, revisions or Revisions(), owner), sums)
-        self._read = _RunsRead()
+        super().__init__(client, DueSets(client, pending, [(flags or Revisions(), owner)], changed), sums)
 
     # Reads.
 
@@ -280,17 +253,12 @@ class RunsBackend(SharedCounts):
     async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
         """Return the runs with blocks of these keys."""
         left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
-        found: list[bytes] = []
-        with self._read.under_way() as changed:
-            while left:
-                answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], some) for tag, some in left])
-                found += [each for answer in answers for each in answer[1:]]
-                rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
-                left = [(tag, some) for tag, some in rest if some]
-        ids, values = found[::2], found[1::2]
-        stale = self._read.remember(ids, values, changed)
-        if stale:
-            self.on_stale(stale)
+        values: list[bytes] = []
+        while left:
+            answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], some) for tag, some in left])
+            values += [each for answer in answers for each in answer[2::2]]
+            rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
+            left = [(tag, some) for tag, some in rest if some]
         measure("meta_indexer.io_data_size", sum(map(len, values)))
         return values
 
@@ -298,9 +266,6 @@ class RunsBackend(SharedCounts):
         self, keys: Sequence[int], compose: Callable[[BlockRecord], bytes | None], *, stop_at_miss: bool
     ) -> None:
         """Records are in Redis: `get_runs`."""
-
-    def changed_keys(self, members: Sequence[bytes]) -> Sequence[int]:
-        return self._read.changed(members)
 
     async def children(self, key: int) -> list[int]:
         (family,) = await self.families([key])
@@ -386,7 +351,7 @@ class RunsBackend(SharedCounts):
 
     async def _pages(self, tag: TagKeys, keys: bytes, batch_size: int) -> AsyncIterator[list[int]]:
         """Yield keys in batches; of those after the first only what still is there."""
-        members = [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
+        members = _key_list(keys)
         for number, batch in enumerate(_cut(members, batch_size)):
             if number:
                 (ids,) = await self._client.execute([(b"HMGET", tag.places, *batch)])
@@ -466,7 +431,9 @@ class RunsBackend(SharedCounts):
         location = run.location
         sums = {Sum(location.place, is_deleting=False): location.size_bytes} if location.size_bytes else {}
         score, due = whole_seconds(location.written_at) + RETIRED, float(location.deadline)
-        document = _Document(_ABSENT, is_run=True, headers=None, stamp=b"", score=score, due=due, sums=sums)
+        document = _Document(
+            _ABSENT, is_run=True, headers=None, stamp=b"", score=score, due=due, sums=sums, is_resident=False
+        )
         if len(self._tags) == 1:
             for begin in range(0, len(run.keys), MOST_BLOCKS):
                 part = run.cut(begin, min(begin + MOST_BLOCKS, len(run.keys)))
@@ -485,11 +452,14 @@ class RunsBackend(SharedCounts):
         expected, headers = encode_headers([before.location]), encode_headers([location])
         score, due = whole_seconds(location.written_at), float(location.deadline) if location.deadline else False
         bodies = None if after.chunks is before.chunks else after.chunks
+        was_resident = before.location.status is LocationStatus.SERVING
         for tag, positions in self._by_tag(before.keys).items():
             for some in _cut(positions, MOST_BLOCKS):
                 keys = [before.keys[i] for i in some]
                 new_bodies = [bodies[i] for i in some] if bodies is not None else None
-                document = _Document(expected, False, headers, new_run_stamp(), score, due, {}, new_bodies)
+                document = _Document(
+                    expected, False, headers, new_run_stamp(), score, due, {}, was_resident, new_bodies
+                )
                 yield tag, _Group(keys, 0, b"".join(pack_keys(keys)), document)
 
     def _calls(self, tag: int, groups: Sequence[_Group], script: Script | None = None) -> Iterator[_TagChange]:
@@ -635,12 +605,17 @@ def _group(kind: tuple[Any, ...], changes: Sequence[Change]) -> _Group:
         content = b"".join(pack_keys(keys))
     new_headers = b"" if new is None else None if is_run else encode_headers(new[2])
     stamp = b"" if is_run or new is None else new_run_stamp()
-    document = _Document(expected, is_run, new_headers, stamp, new_score(old, new), due, sums)
+    was_resident = old is not None and is_resident(old)
+    document = _Document(expected, is_run, new_headers, stamp, new_score(old, new), due, sums, was_resident)
     return _Group(keys, (new is not None) - (old is not None), content, document)
 
 
 def _unpacked(keys: bytes) -> list[int]:
-    return unpack_keys(keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES))
+    return unpack_keys(_key_list(keys))
+
+
+def _key_list(keys: bytes) -> list[bytes]:
+    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
 
 
 def _every_other(relations: bytes) -> list[int]:

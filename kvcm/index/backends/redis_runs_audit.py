@@ -26,7 +26,6 @@ __all__ = ["RunsAudit"]
 _ABSENT: Final = bytes(STAMP_SIZE)
 _NO_PARENTS: Final = frozenset[int]()
 _KEYS_PER_CALL: Final = 256
-_NO_RUN: Final = b"is no run of blocks"  # longer than an id, so that it is none
 _FIRST_GONE: Final = -(1 << 63)
 
 
@@ -113,7 +112,6 @@ class RunsAudit:
         hint = self._hint(view.key)
         arguments: list[Argument] = [key, hint, view.version or _ABSENT, score, due, b"".join(wrong), shift]
         (done,) = await self._client.run([ScriptCall(MEND, names, arguments)])
-        await self._invalidate(shard)
         return bool(done)
 
     async def drop_record(self, shard: int, view: StoredBlock) -> bool:
@@ -142,9 +140,8 @@ class RunsAudit:
         return self._gone.get(key) or self._lost.of(self._uid, key)
 
     async def _invalidate(self, shard: int) -> None:
-        """Have managers read again what they know of a tag: they are notified of changes of runs only."""
-        beside = self._names[shard].runs + _NO_RUN
-        await self._client.execute([(b"SET", beside, b"", b"PX", 1000), (b"DEL", beside)])
+        """Have managers read again what they know of a tag."""
+        await self._client.execute([(b"SET", self._names[shard].changed, b"", b"NX")])
 
 
 class _Records:

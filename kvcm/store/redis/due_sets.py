@@ -2,6 +2,10 @@
 
 A manager that acts on what is due looks many times a second, and mostly nothing is. So it remembers when the earliest
 is due, and asks again when a part changed or that time has come.
+
+A part that changes all the time must not notify every manager each time. So it has a flag: whoever changes the part
+sets it, a manager that reads the part clears it before, and only a flag that comes or goes is notified of. As long as
+nothing was notified since this manager cleared it, nothing changed.
 """
 
 from __future__ import annotations
@@ -24,21 +28,35 @@ class DueSets:
     Args:
         client: of the servers.
         keys: of the sorted sets.
-        revisions: of keys that change with them.
-        owner: of those keys, as of `owner_of`.
+        followed: what changes with the parts, their flags, too: the changes of keys, and the owner of those.
+        flags: keys of the parts' flags, empty for parts of which every change is notified.
     """
 
-    def __init__(self, client: RedisClient, keys: Sequence[bytes], revisions: Revisions, owner: bytes) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        keys: Sequence[bytes],
+        followed: Sequence[tuple[Revisions, bytes]],
+        flags: Sequence[bytes] = (),
+    ) -> None:
         self._client = client
         self._keys = keys
-        self._revisions = revisions
-        self._owner = owner
+        self._followed = followed
+        self._flags = flags
+        self._cleared: Revision | None = None  # with which every change is notified of
         self._known: tuple[Revision | None, float] = None, 0.0  # the earliest due time of a revision
 
     @property
     def revision(self) -> Revision | None:
-        """As of `Revisions.of`."""
-        return self._revisions.of(self._owner)
+        """Another one after every change; None where only the store knows."""
+        revision = self._notified
+        return revision if revision == self._cleared or not self._flags else None
+
+    @property
+    def _notified(self) -> Revision | None:
+        revisions = [changes.of(owner) for changes, owner in self._followed]
+        known = [number for each in revisions if each is not None for number in each]
+        return None if None in revisions else tuple(known)
 
     @property
     def earliest(self) -> float:
@@ -47,9 +65,17 @@ class DueSets:
         revision, earliest = self._known
         return earliest if revision is not None and revision == self.revision else 0.0
 
+    async def expect_changes(self) -> Revision | None:
+        """Have the changes from now on notified of, and return the revision of what is read next."""
+        revision = self._notified
+        if self._flags and revision is not None and revision != self._cleared:
+            await self._client.execute([(b"DEL", flag) for flag in self._flags])
+            self._cleared = revision
+        return revision
+
     async def until(self, now: float, most: int) -> list[bytes]:
         """Return the members that are due at unix time `now`, the earliest first, at most so many."""
-        revision = self.revision
+        revision = await self.expect_changes()
         firsts = await self._client.execute([(b"ZRANGE", key, 0, 0, b"WITHSCORES") for key in self._keys])
         earliest = {key: float(first[1]) for key, first in zip(self._keys, firsts, strict=True) if first}
         self._known = revision, min(earliest.values(), default=math.inf)

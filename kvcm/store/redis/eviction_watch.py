@@ -44,7 +44,7 @@ class EvictionWatch:
     Attributes:
         trouble: their faults, "" for nothing.
         is_known: whether every master said what its policy is.
-        on_evicted: called with the number of keys that they dropped since the last look.
+        listeners: called with the number of keys that they dropped since the last look.
     """
 
     def __init__(self, client: RedisClient, table: Table) -> None:
@@ -53,7 +53,7 @@ class EvictionWatch:
         self._counts: dict[str, int] | None = None  # by address, None before they were read
         self.trouble = ""
         self.is_known = True
-        self.on_evicted: Callable[[int], None] = lambda _keys: None
+        self.listeners: list[Callable[[int], None]] = []
 
     async def run(self) -> None:
         """Look every five seconds, and every second while something is wrong, for good."""
@@ -100,7 +100,8 @@ class EvictionWatch:
             _log.error(
                 "store_evicted", keys=dropped, reason="the servers dropped metadata: verify with `kvcm index verify`"
             )
-            self.on_evicted(dropped)
+            for listener in self.listeners:
+                listener(dropped)
         if self._counts != _decoded(document):
             await self._table.replace(_NAME, document, msgspec.json.encode(self._counts))
 

@@ -95,8 +95,9 @@ class RedisLease:
 # that lagged, goes back, and counts up to the same number on another way. So a table that managers keep a copy of has a
 # mark beside its counter, which every change replaces by a random one: number and mark together come once.
 #
-# Every change counts, so the invalidations of the counters say that a table changed. While they arrive, a manager knows
-# from when on something is due, and does not ask before.
+# Every change counts, so the invalidations of the counters say that a table changed. A table that changes with every
+# write has a flag instead, which is set with a due time (`DueSets`). While invalidations arrive, a manager knows from
+# when on something is due, and does not ask before.
 
 _REPLACE = """
 local there = redis.call('HGET', KEYS[1], ARGV[1])
@@ -117,6 +118,7 @@ else
 end
 redis.call('INCR', KEYS[3])
 if ARGV[7] ~= '' then redis.call('SET', KEYS[4], ARGV[7]) end
+if ARGV[6] ~= '' then redis.call('SET', KEYS[5], '', 'NX') end
 return 1
 """
 _REPLACE_TOGETHER = """
@@ -165,6 +167,8 @@ _CHANGE_TOGETHER = Script(_REPLACE_TOGETHER, allow_oom=True)
 # numbers, one a storage, come before bytes are deleted, and so before memory is freed.
 _ALWAYS = {"registry", "nodes", UNVERIFIED}
 _MARKED = {"registry"}
+# Tables that change seldom, and of which each change is notified; of the others only that something may be due.
+_FOLLOWED = frozenset({"losses", UNVERIFIED, "wakes"})
 
 
 class RedisTable:
@@ -177,20 +181,30 @@ class RedisTable:
         client: of the servers.
         name: lower-case letters.
         shard_count: number of parts; the same for all managers.
-        revisions: of the counters; without them the store is asked every time.
+        revisions: changes of the counters; without them the store is asked every time.
+        flags: changes of the flags, as `revisions`.
     """
 
-    def __init__(self, client: RedisClient, name: str, shard_count: int, revisions: Revisions | None = None) -> None:
+    def __init__(
+        self,
+        client: RedisClient,
+        name: str,
+        shard_count: int,
+        revisions: Revisions | None = None,
+        flags: Revisions | None = None,
+    ) -> None:
         self.client = client
         is_always_taken = name in _ALWAYS or name.startswith(PART)
         self._create = _CHANGE if is_always_taken else _CREATE
         self._create_together = _CHANGE_TOGETHER if is_always_taken else _CREATE_TOGETHER
-        self._is_marked = name in _MARKED
+        self._is_marked, self._is_followed = name in _MARKED, name in _FOLLOWED
         self._parts = range(shard_count)
-        self._documents, self._due, self._versions, self._marks, self._outcomes = (
-            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvmo"
+        self._documents, self._due, self._versions, self._marks, self._flags, self._outcomes = (
+            [f"{client.prefix}:{kind}{{{name}.{part}}}".encode() for part in self._parts] for kind in "tdvmwo"
         )
-        self._due_sets = DueSets(client, self._due, revisions or Revisions(), owner_of(self._versions[0]))
+        self._revisions, self._owner = revisions or Revisions(), owner_of(self._versions[0])
+        followed = [(self._revisions, self._owner), (flags or Revisions(), owner_of(self._flags[0]))]
+        self._due_sets = DueSets(client, self._due, followed, self._flags)
 
     @property
     def document_key(self) -> bytes:
@@ -256,8 +270,8 @@ class RedisTable:
     def _outcome_key(self, name: str) -> bytes:
         return self._outcomes[self._part(name)] + name.encode()
 
-    def _keys(self, part: int) -> tuple[bytes, bytes, bytes, bytes]:
-        return self._documents[part], self._due[part], self._versions[part], self._marks[part]
+    def _keys(self, part: int) -> tuple[bytes, ...]:
+        return self._documents[part], self._due[part], self._versions[part], self._marks[part], self._flags[part]
 
     def _new_mark(self) -> bytes:
         return secrets.token_bytes(MARK_BITS // 8) if self._is_marked else b""
@@ -271,7 +285,8 @@ class RedisTable:
 
     @property
     def revision(self) -> Revision | None:
-        return self._due_sets.revision
+        assert self._is_followed, "not every change is notified of"
+        return self._revisions.of(self._owner)
 
     async def version(self) -> int:
         if not self._is_marked:
@@ -299,27 +314,37 @@ class RedisStore:
         client: of the servers; closed with the store.
 
     Attributes:
-        revisions: of the keys below `notified_prefixes`, and of records, while invalidations are received.
+        revisions: changes of the keys below `notified_prefixes`, and of blocks, while invalidations are received.
+        flags: changes of the keys below `flag_prefix`, while this manager is notified of them.
     """
 
     is_shared = True
 
     def __init__(self, client: RedisClient) -> None:
         self.client = client
-        self.revisions = Revisions()
+        self.revisions, self.flags = Revisions(), Revisions()
         self._greeters: list[Callable[[ReadDocuments, float], Awaitable[None]]] = []
 
+    def notified_prefixes(self, *, have_flags: bool) -> Sequence[bytes]:
+        """Return what the names of the keys begin with whose invalidations report changes.
+
+        Args:
+            have_flags: whether all managers set flags; the release before counts only (`DueSets`).
+        """
+        counted = [f"v{{{name}." for name in sorted(_FOLLOWED)] if have_flags else ["v{"]
+        return [f"{self.client.prefix}:{each}".encode() for each in (*counted, "l{")]
+
     @property
-    def notified_prefixes(self) -> Sequence[bytes]:
-        """What the names of the keys begin with whose invalidations report changes of documents and of the lease."""
-        return [f"{self.client.prefix}:{kind}{{".encode() for kind in "vl"]
+    def flag_prefix(self) -> bytes:
+        """What the names of flags begin with, of tables and of blocks: of use for who acts on what is due."""
+        return f"{self.client.prefix}:w{{".encode()
 
     def registry_table(self) -> RedisTable:
         """Return the table of the registry, which the gate of the client does not close."""
         return RedisTable(self.client.ungated(), "registry", 1)
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
-        return RedisTable(self.client, name, shard_count, self.revisions)
+        return RedisTable(self.client, name, shard_count, self.revisions, self.flags)
 
     async def parts(self) -> Sequence[str]:
         """Return names of tables, one of them at least on each master."""

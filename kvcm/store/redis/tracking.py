@@ -1,11 +1,13 @@
-"""Invalidation messages of the servers, which keep a cache of records coherent.
+"""Messages of the servers, which keep what managers know of the store coherent.
 
 One connection per master asks for `CLIENT TRACKING ON BCAST`, redirected to itself and subscribed to the channel of
-invalidations: those then are ordinary messages that arrive by themselves. Rejected: tracking on the connections that
-read, since there an invalidation waits for the next command; RESP3 pushes, which redis-py hands out only through
-attributes of its parser.
+invalidations: those then are ordinary messages that arrive by themselves. It is subscribed to a channel of notices,
+too, which scripts publish: in a cluster every master passes on those of the others, so that a notice comes once per
+master. Rejected: tracking on the connections that read, since there an invalidation waits for the next command; RESP3
+pushes, which redis-py hands out only through attributes of its parser.
 
-1. `on_keys` is called for every change of a key below the prefixes while `is_live`, by whomever it was made.
+1. `on_keys` is called for every change of a key below the prefixes while `is_live`, by whomever it was made, and
+   `on_notice` for every notice.
 2. `on_reset` is called whenever changes may have been missed: a server forgot everything, a connection was lost, the
    masters are others. Coming back it is called before `is_live` turns true.
 3. A network that is cut off is noticed: every connection answers a ping twice a second.
@@ -90,6 +92,8 @@ class Invalidations:
         prefixes: what the keys of interest begin with; none is the beginning of another.
         on_keys: receives changed keys; must not raise.
         on_reset: called when any key may have changed; must not raise.
+        channel: of the notices; without one there are none.
+        on_notice: receives notices; must not raise.
     """
 
     def __init__(
@@ -98,11 +102,16 @@ class Invalidations:
         prefixes: Sequence[bytes],
         on_keys: Callable[[Sequence[bytes]], None],
         on_reset: Callable[[], None],
+        *,
+        channel: bytes = b"",
+        on_notice: Callable[[bytes], None] = lambda _notice: None,
     ) -> None:
         self._client = client
         self._prefixes = prefixes
         self._on_keys = on_keys
         self._on_reset = on_reset
+        self._channel = channel
+        self._on_notice = on_notice
         self._is_live = False
 
     @property
@@ -117,6 +126,19 @@ class Invalidations:
             structlog.get_logger("kvcm").warning("redis_invalidations_interrupted", reason=reason)
             await asyncio.sleep(_AGAIN_SECONDS)
 
+    async def run_while(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Follow while a condition holds, which is asked so often; for ever, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            if not condition():
+                continue
+            following = asyncio.create_task(self.run())
+            try:
+                while condition():  # noqa: ASYNC110 - it may be one of time
+                    await asyncio.sleep(seconds)
+            finally:
+                await end_tasks([following])
+
     async def _track(self) -> str:
         """Follow all masters until something happens to one of them, and return what."""
         followers: list[_MasterConnection] = []
@@ -124,7 +146,7 @@ class Invalidations:
             masters = await self._client.masters()
             for address in masters:
                 followers.append(_MasterConnection(address, await self._client.connect(address), self._on_message))
-                await followers[-1].subscribe(self._prefixes)
+                await followers[-1].subscribe(self._prefixes, self._channel)
             self._on_reset()
             self._is_live = True
             duties = [duty for follower in followers for duty in (follower.listen(), follower.ping())]
@@ -156,11 +178,13 @@ class Invalidations:
             if now != masters:
                 return f"the masters are {', '.join(map(str, now))} now"
 
-    def _on_message(self, keys: Sequence[bytes] | None) -> None:
-        if keys is None:
+    def _on_message(self, channel: bytes, content: Any) -> None:
+        if channel == self._channel:
+            self._on_notice(content)
+        elif content is None:
             self._on_reset()
         else:
-            self._on_keys(keys)
+            self._on_keys(content)
 
     def _lose(self) -> None:
         if self._is_live:
@@ -171,24 +195,27 @@ class Invalidations:
 class _MasterConnection:
     """The connection to one master."""
 
-    def __init__(
-        self, address: Address, connection: Connection, message: Callable[[Sequence[bytes] | None], None]
-    ) -> None:
+    def __init__(self, address: Address, connection: Connection, message: Callable[[bytes, Any], None]) -> None:
         self._address = address
         self._connection = connection
         self._on_message = message
         self._ponged = asyncio.Event()
 
-    async def subscribe(self, prefixes: Sequence[bytes]) -> None:
-        """Ask for invalidations."""
+    async def subscribe(self, prefixes: Sequence[bytes], channel: bytes) -> None:
+        """Ask for invalidations and notices."""
         try:
             async with asyncio.timeout(_PONG_SECONDS):
                 client_id = await self._call(b"CLIENT", b"ID")
                 of = [word for prefix in prefixes for word in (b"PREFIX", prefix)]
                 await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", *of, b"REDIRECT", client_id)
                 await self._call(b"SUBSCRIBE", _CHANNEL)
+                if channel:
+                    await self._call(b"SUBSCRIBE", channel)
         except ResponseError as error:
-            raise StorageIOError(f"redis {self._address} does not track keys: {error}") from error
+            needed = " and ".join(f"&{each.decode()}" for each in (_CHANNEL, channel) if each)
+            raise StorageIOError(
+                f"redis {self._address} does not notify of changes: {error}; its user needs the channels {needed}"
+            ) from error
         except (OSError, RedisError) as error:
             raise StorageIOError(f"redis {self._address}: {str(error) or 'no answer'}; try again") from error
 
@@ -198,7 +225,7 @@ class _MasterConnection:
             while True:
                 answer = await self._connection.read_response(timeout=math.inf)
                 if answer[0] == b"message":
-                    self._on_message(answer[2])
+                    self._on_message(answer[1], answer[2])
                 elif answer[0] == b"pong":
                     self._ponged.set()
         except (OSError, RedisError) as error:
