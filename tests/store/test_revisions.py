@@ -156,16 +156,16 @@ async def settled(table: RedisTable, now: float) -> None:
 async def test_a_table_that_changes_all_the_time_notifies_no_more_than_it_is_asked(rig: Notified) -> None:
     mine, other = rig.store.table("sessions", 1), rig.other.table("sessions", 1)
     await mine.due(5.0, 10)
-    heard = list[bytes]()
-    rig.on_names = heard.extend
+    notified_names = list[bytes]()
+    rig.on_names = notified_names.extend
     for number in range(50):
         await other.replace(f"s{number}", None, b"1", 100.0 + number)
     await other_table_changes(rig)
-    assert len([name for name in heard if b"{sessions" in name]) == 1
+    assert len([name for name in notified_names if b"{sessions" in name]) == 1
     assert mine.due_from == 0.0
 
 
-async def test_a_manager_of_the_release_before_counts_only_and_is_heard(redis_standalone: Servers) -> None:
+async def test_a_manager_of_the_release_before_counts_only_and_that_is_enough(redis_standalone: Servers) -> None:
     async with notified(redis_standalone, have_flags=False) as rig:
         mine, prefix = rig.store.table("sessions", 1), rig.store.client.prefix.encode()
         await mine.due(5.0, 10)
@@ -257,8 +257,8 @@ async def until_quiet(rig: Notified, ask: Callable[[], Awaitable[object]]) -> No
 async def test_runs_of_another_manager_are_known_in_time_and_cost_nothing_while_quiet(rig: Notified) -> None:
     mine = RunsBackend(rig.store.client, UID, SHARDS, rig.store.flags)
     other = RunsBackend(rig.other.client, UID, SHARDS, rig.other.flags)
-    heard = list[bytes]()
-    rig.on_names = heard.extend
+    notified_names = list[bytes]()
+    rig.on_names = notified_names.extend
 
     async def refresh() -> None:
         await mine.refresh(is_exact=False)
@@ -267,14 +267,14 @@ async def test_runs_of_another_manager_are_known_in_time_and_cost_nothing_while_
 
     for key, location in enumerate((SERVING, SERVING, WRITING)):
         await until_quiet(rig, refresh)
-        heard.clear()
+        notified_names.clear()
         await write(other, key, location)
         for _ in range(10):
             await write(other, 100, SERVING)
             await write(other, 100, None)
         await until(lambda: mine.due_from == 0.0)
         await other_table_changes(rig)
-        assert 1 <= len([name for name in heard if b":w{7." in name]) <= 2, "once per tag"
+        assert 1 <= len([name for name in notified_names if b":w{7." in name]) <= 2, "once per tag"
         await refresh()
         assert (mine.key_count, mine.usage_bytes[SERVING.place]) == (key + 1, 10 * (key + 1))
     await until_quiet(rig, refresh)
