@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from report import Row, arguments, publish
 from service_client import META, Exchange
-from service_site import Manager, Site, hash_keys, site
+from service_site import Manager, Site, hash_keys, quantile, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
@@ -35,6 +35,7 @@ TARGETS = {64: 0.31, 1024: 0.25}
 """Most that a write of so many blocks may cost on Redis, of the other commit's."""
 MOST_COLD = 1 / 3
 MOST_BYTES = 260
+MOST_SCRIPT_US = 2000
 MOST_BESIDE_US, MOST_SERVED_US = 0.05, 0.5
 STORES = ("memory", "rocksdb", "redis")
 
@@ -131,6 +132,27 @@ def write_rows(store: str, sides: Sequence[Side], blocks: int, count: int, round
         yield Row(case, f"calls of {command}, with what runs beside", counts[0], "", counts[1])
 
 
+def script_row(sides: Sequence[Side], count: int) -> Row:
+    """Return how long scripts hold up the server, which says so: in writes of 1,024 blocks, one after the other, since
+    beside others the time would be that of the machine."""
+    ours, theirs = (quantile(_script_times_us(side, count), 0.99) for side in sides)
+    return Row("redis: start + finish, 1,024 fresh blocks, 1 client", "a script in the server, p99", ours, "us", theirs,
+               ours / theirs, f"<= {MOST_SCRIPT_US:,} us", ours <= MOST_SCRIPT_US)  # fmt: skip
+
+
+def _script_times_us(side: Side, count: int) -> list[int]:
+    assert side.server is not None
+    side.running.client.write(side.running.manager, "grpc", "fresh", 1024, 4, 1)
+    with side.server.admin() as admin:
+        admin.config_set("slowlog-max-len", 1 << 14)
+        admin.config_set("slowlog-log-slower-than", 0)
+        admin.slowlog_reset()
+        side.running.client.write(side.running.manager, "grpc", "fresh", 1024, count, 1)
+        ran = admin.slowlog_get(1 << 14)
+        admin.config_set("slowlog-log-slower-than", -1)
+    return [each["duration"] for each in ran if each["command"].startswith(b"EVALSHA")]
+
+
 def bytes_row(sides: Sequence[Side], blocks: int, count: int) -> Row:
     """Return the bytes of a block."""
     sizes = []
@@ -213,7 +235,11 @@ def measured(store: str, before: Path, is_quick: bool) -> list[Row]:
             *write_rows(store, sides, 1024, 8 if is_quick else 40, rounds),
         ]
         if store == "redis":
-            rows += [bytes_row(sides, 64, 50 if is_quick else 500), cold_row(sides, 2 if is_quick else 9)]
+            rows += [
+                script_row(sides, 10 if is_quick else 100),
+                bytes_row(sides, 64, 50 if is_quick else 500),
+                cold_row(sides, 2 if is_quick else 9),
+            ]
             rows += beside_rows(sides, 64, 100 if is_quick else 1000, 2 if is_quick else 7)
         return rows
 
