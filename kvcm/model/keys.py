@@ -109,7 +109,7 @@ def mixed(keys: Sequence[int]) -> list[int]:
 
 def mixed_array(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return what `mixed` returns as an array."""
-    numbers = np.array(keys, np.int64)
+    numbers = _array_of(keys)
     for factor in _MIX:
         numbers *= factor
         numbers.byteswap(True)
@@ -126,11 +126,16 @@ def unmixed(keys: Sequence[int]) -> list[int]:
 
 def unmixed_array(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return what `unmixed` returns as an array."""
-    numbers = np.array(keys, np.int64)
+    numbers = _array_of(keys)
     for inverse in reversed(_UNMIX):
         numbers.byteswap(True)
         numbers *= inverse
     return numbers
+
+
+def _array_of(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a new array. Of a list `np.array` would make it in three times the time: it looks for the type first."""
+    return np.fromiter(keys, np.int64, len(keys)) if isinstance(keys, list) else np.array(keys, np.int64)
 
 
 def encode_keys(keys: Sequence[int]) -> bytes:
