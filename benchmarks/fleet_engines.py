@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 from kvcm.optimizer.pooling import Router, homes_of
 from kvcm.optimizer.readers import trace_of_lines
@@ -30,7 +31,7 @@ BLOCK_TOKENS: Final = 64
 MOST_KEYS: Final = 2048
 """Of a request; the rest of a longer prompt is neither looked up nor written."""
 MOVED: Final = 0.1
-"""Part of the requests that another engine than that of their session serves, any of the instance."""
+"""Part of the requests that any engine of the instance serves instead of that of their session, as routers decide."""
 PREFILL_TOKENS_PER_SECOND: Final = 32_200
 """Of an engine of eight GPUs, published for DeepSeek-V3."""
 CALLS: Final = ("GetCacheLocation", "StartWriteCache", "FinishWriteCache")
@@ -181,21 +182,43 @@ def keys_of(numbers: Int64Column) -> Int64Column:
     return mixed
 
 
-def planned(trace: Trace, fleet: Fleet, trace_seconds: float) -> Plan:
-    """Return what a fleet does in a window of that length; the windows of the instances cover the trace evenly."""
+def spread_times(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return [R] seconds since the first request; those of one time come at random times until the next one.
+
+    Mooncake's conversations are recorded with steps of three seconds: as bursts they would queue in the managers.
+    """
+    times, groups = np.unique(trace.times_us, return_inverse=True)
+    step = float(np.median(np.diff(times))) if len(times) > 1 else 0.0
+    steps = np.minimum(np.append(np.diff(times), step), step)  # a pause is no step
+    parts = np.random.default_rng(1).random(len(trace))
+    order = np.lexsort((parts, groups))  # requests of one group keep their order
+    spread: npt.NDArray[np.float64] = (trace.times_us - times[0] + steps[groups] * parts[order]) / 1e6
+    return spread
+
+
+def planned(trace: Trace, fleet: Fleet, trace_seconds: float, moved: float = MOVED) -> Plan:
+    """Return what a fleet does in a window of that length; the windows of the instances cover the trace evenly.
+
+    Args:
+        trace: turns of dialogues.
+        fleet: its shape.
+        trace_seconds: length of the window on the trace's clock.
+        moved: part of the requests that any engine of the instance serves instead of that of their session.
+    """
+    times = spread_times(trace)
     spare = trace.span_seconds - trace_seconds
     assert spare >= 0, f"the trace has {trace.span_seconds:g} s, the window {trace_seconds:g} s"
     chains = Chains(trace)
     requests: list[Request] = []
     pieces: list[Piece] = []
     for instance in range(fleet.instances):
-        begin_us = trace.times_us[0] + (instance + 0.5) / fleet.instances * spare * 1e6
-        first, end = np.searchsorted(trace.times_us, [begin_us, begin_us + trace_seconds * 1e6]).tolist()
-        engines = _engines_of(trace, fleet.engines_each, instance)
+        begin = (instance + 0.5) / fleet.instances * spare
+        first, end = np.searchsorted(times, [begin, begin + trace_seconds]).tolist()
+        engines = _engines_of(trace, fleet.engines_each, instance, moved)
         found = [(number, chains.numbers(number)) for number in range(first, end) if trace.read_blocks[number]]
         requests += [
             Request(
-                at=float(trace.times_us[number] - begin_us) / 1e6,
+                at=float(times[number] - begin),
                 instance=instance,
                 engine=int(engines[number]),
                 keys=keys_of(numbers),
@@ -210,11 +233,11 @@ def planned(trace: Trace, fleet: Fleet, trace_seconds: float) -> Plan:
     return Plan(fleet, trace_seconds, requests, pieces)
 
 
-def _engines_of(trace: Trace, engines: int, instance: int) -> Int32Column:
+def _engines_of(trace: Trace, engines: int, instance: int, moved: float) -> Int32Column:
     """Return the engine of each request: that of its session (of its first blocks), or now and then any."""
     homes = homes_of(trace, Router("affinity"), engines, affinity_blocks=None, seed=instance)
     draw = np.random.default_rng(instance)
-    is_moved = draw.random(len(trace)) < MOVED
+    is_moved = draw.random(len(trace)) < moved
     homes[is_moved] = draw.integers(0, engines, int(is_moved.sum()))
     return homes
 
