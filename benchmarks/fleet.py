@@ -11,7 +11,7 @@ Hosts of eight engines share a connection. In "shared" cases the hosts of an ins
 "separate" ones each instance has one manager. All cases start from the same Redis, which holds what the requests of the
 trace found from before, and every manager has looked it up once. Cases take turns, and ratios are those of one turn.
 
-    python benchmarks/fleet.py [--managers 1 2 4] [--engines 1000] [--seconds 40] [--trace NAME] [--quick] [--json FILE]
+    python benchmarks/fleet.py [--managers 1 2 4] [--engines 1000] [--seconds 30] [--trace NAME] [--quick] [--json FILE]
 """
 
 from __future__ import annotations
@@ -412,11 +412,29 @@ def ratio_rows(results: Mapping[Case, Sequence[Observed]]) -> Iterator[Row]:
             yield Row(case.name, f"{metric}, at one pace of the machine", value, "us", baseline, paced, target, ok)
 
 
-def linear_row(half: Observed, whole: Sequence[Observed]) -> Row:
-    """Return the cost of a request at half the rate, beside that at the whole one: 1 is linear, as is assumed."""
-    value, baseline = half.request_us, statistics.median(run.request_us for run in whole)
-    metric = "CPU of managers and Redis per request, at half the rate"
-    return Row(Case(1, False).name, metric, value, "us", baseline, value / baseline)
+def load_rows(results: Mapping[Case, Sequence[Observed]], slower: Mapping[int, Observed]) -> Iterator[Row]:
+    """Yield the cost of a request with one manager at a part of the rate, and what several cost beside that.
+
+    Each of several managers has a part of the requests, and a manager that has few at a time does less of its work for
+    many of them at once: that is the difference between this ratio and that beside one manager which serves them all.
+
+    Args:
+        results: of all cases.
+        slower: one manager, by the number of managers that would have as many requests a second.
+    """
+    metric = "CPU of managers and Redis per request"
+    for managers, one in slower.items():
+        whole = statistics.median(run.request_us for run in results[Case(1, False)])
+        part = f"{metric}, at 1/{managers} of the rate"
+        yield Row(Case(1, False).name, part, one.request_us, "us", whole, one.request_us / whole)
+        for case, runs in results.items():
+            if case.managers == managers:
+                value = statistics.median(run.request_us for run in runs)
+                ratio = statistics.median(
+                    run.request_us / one.request_us * one.engines_us / run.engines_us for run in runs
+                )
+                yield Row(case.name, f"{metric}, beside one at that rate, at one pace of the machine", value, "us",
+                          one.request_us, ratio)  # fmt: skip
 
 
 # ---- the benchmark --------------------------------------------------------------------------------------------------
@@ -459,14 +477,15 @@ def measured(trace: Trace, fleet: Fleet, options: argparse.Namespace, times: Tim
                 begin = time.monotonic()
                 results[case].append(observed(case, plan, times, times.case, snapshot))
                 print(f"turn {turn + 1}, {case.name}: {time.monotonic() - begin:.0f} s", file=sys.stderr)
-        single = Case(1, False)
-        is_linear = single in results and not options.quick
-        half = observed(single, plan, times, 2 * times.case, snapshot) if is_linear else None
+        slower = {}
+        if Case(1, False) in results and not options.quick:
+            for count in options.managers:
+                if count > 1:
+                    slower[count] = observed(Case(1, False), plan, times, times.case * count, snapshot)
     rows = list(workload_rows(trace, plan, times.case, options.moved))
     for case, runs in results.items():
         rows += case_rows(case, runs, fleet, options.quick)
-    rows += ratio_rows(results)
-    return rows if half is None else [*rows, linear_row(half, results[single])]
+    return [*rows, *ratio_rows(results), *load_rows(results, slower)]
 
 
 def main() -> int:
@@ -476,7 +495,7 @@ def main() -> int:
     parser.add_argument(
         "--managers", type=int, nargs="+", help="numbers of managers (default: 1 2 4, 1 2 with --quick)"
     )
-    parser.add_argument("--seconds", type=float, help="of a case (default: 40, 3 with --quick)")
+    parser.add_argument("--seconds", type=float, help="of a case (default: 30, 3 with --quick)")
     parser.add_argument("--turns", type=int, help="that each case has (default: 3, 1 with --quick)")
     parser.add_argument("--trace", default=TRACE, help="name of a published trace, or a file (default: %(default)s)")
     parser.add_argument(
@@ -484,7 +503,7 @@ def main() -> int:
     )
     parser.add_argument("--requests-per-second", type=float, default=0.0, help="instead of a chosen rate")
     options = parser.parse_args()
-    defaults: dict[str, Any] = {"engines": 1000, "instances": 20, "managers": [1, 2, 4], "seconds": 40.0, "turns": 3}
+    defaults: dict[str, Any] = {"engines": 1000, "instances": 20, "managers": [1, 2, 4], "seconds": 30.0, "turns": 3}
     if options.quick:
         defaults = {"engines": 50, "instances": 2, "managers": [1, 2], "seconds": 3.0, "turns": 1}
     for key, value in defaults.items():

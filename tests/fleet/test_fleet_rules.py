@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_clock import FakeClock
-from fleet import MOST_RATIO, Case, Observed, Spent, extrapolated, rate_for, ratio_rows
+from fleet import MOST_RATIO, Case, Observed, Spent, extrapolated, load_rows, rate_for, ratio_rows
 from fleet_engines import (
     MOST_KEYS,
     Chains,
@@ -280,6 +280,14 @@ def test_a_slower_machine_is_no_higher_cost() -> None:
     single, slow = observed((10.0,), 3.0), observed((8.0, 8.0), 3.0, engines=1.4)  # net: 10 and 14
     ratios = ratios_of({Case(1, False): [single], Case(2, True): [slow]})
     assert ratios == {Case(2, True).name: [(pytest.approx(1.4), None), (pytest.approx(1.0), True)] * 2}
+
+
+def test_several_managers_are_compared_with_one_at_their_load() -> None:
+    single, pair = observed((10.0,), 3.0), observed((8.0, 8.0), 3.0)  # net: 10 and 14
+    slower = observed((12.0,), 4.0, engines=1.25)  # net: 13
+    rows = list(load_rows({Case(1, False): [single], Case(2, True): [pair], Case(4, True): [pair]}, {2: slower}))
+    assert [row.case for row in rows] == [Case(1, False).name, Case(2, True).name]
+    assert [row.ratio for row in rows] == pytest.approx([13 / 10, 14 / 13 * 1.25])
 
 
 def ratios_of(results: dict[Case, list[Observed]]) -> dict[str, Any]:
