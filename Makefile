@@ -262,8 +262,8 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
 # Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
-# everything at once; managers stopped under load; ten times what a manager can do. An hour and a half on two idle cores,
-# 3 GB of memory.
+# everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers.
+# Two hours on two idle cores, 3 GB of memory.
 acceptance-service: setup redis
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
 	$(BIN)/python benchmarks/service.py --scaling --json benchmarks/results/service_scaling.json
@@ -273,6 +273,7 @@ acceptance-service: setup redis
 	$(BIN)/python benchmarks/restarts.py --json benchmarks/results/restarts.json
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 	$(BIN)/python benchmarks/hostile_keys.py --json benchmarks/results/hostile_keys.json
+	$(BIN)/python benchmarks/fleet.py --json benchmarks/results/fleet.json
 
 # Connectors in real engines.
 acceptance-connectors: setup redis fuse engines

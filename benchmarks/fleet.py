@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import statistics
 import sys
@@ -230,7 +231,7 @@ def engine_of(instance: int, meta: Any, pace: Pace, seen: Seen) -> Engine:
 
 
 async def store(plan: Plan, manager: Manager) -> None:
-    """Register the instances, and write the blocks that were there before the window."""
+    """Write the blocks that were there before the window."""
     pace, seen = Pace(1.0), Seen()
     async with connected(Case(1, False), plan, [manager]) as meta_of:
         left = iter([list(pieces) for _, pieces in itertools.groupby(plan.pieces, lambda piece: piece.instance)])
@@ -303,7 +304,9 @@ async def replayed(
 ) -> tuple[Seen, Spent, Spent]:
     """Send everything; return what engines saw, what was spent idle, and what was spent with them."""
     async with connected(case, plan, managers) as meta_of:
-        await site_of(plan.fleet).until_known_at([each.connect() for each in managers])
+        for manager in managers:
+            async with manager.connected() as wire:
+                await site_of(plan.fleet).until_known_at([wire])
         await warm(plan, meta_of)
         await asyncio.sleep(2 * _SETTLE_SECONDS)
         begin = spent()
@@ -378,8 +381,10 @@ def case_rows(case: Case, runs: Sequence[Observed], fleet: Fleet, is_quick: bool
     rate = fleet.engines * REQUESTS_PER_ENGINE
     written = statistics.median(run.seen.written / run.requests for run in runs) * rate
     full = f"{case.name}, full fleet, extrapolated"
-    for metric, at in (("cores of all managers", 0), ("cores of Redis", 1)):
-        yield Row(full, metric, statistics.median(run.full(rate)[at] for run in runs), "")
+    managers, redis = (statistics.median(run.full(rate)[at] for run in runs) for at in (0, 1))
+    yield Row(full, "cores of all managers", managers, "")
+    yield Row(full, "cores of Redis", redis, "")
+    yield Row(full, "Redis servers: each runs commands on one core", math.ceil(redis), "")
     yield Row(full, "blocks written a second", written, "1/s")
     block_bytes = statistics.median(run.block_bytes for run in runs)
     yield Row(full, "memory of Redis for the blocks of an hour", written * block_bytes * 3600 / 1e9, "GB")
