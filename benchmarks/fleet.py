@@ -162,8 +162,8 @@ class Observed:
 
     @property
     def engines_us(self) -> float:
-        """Return the CPU of the engines for a request."""
-        return self.spent.engines / self.requests * 1e6
+        """Return the CPU of the engines for a request, which is the same work in every case."""
+        return (self.spent.engines - self.idle.engines / self.idle.at * self.spent.at) / self.requests * 1e6
 
     @property
     def block_us(self) -> float:
@@ -418,28 +418,27 @@ def ratio_rows(results: Mapping[Case, Sequence[Observed]]) -> Iterator[Row]:
 
 
 def load_rows(results: Mapping[Case, Sequence[Observed]], slower: Mapping[int, Observed]) -> Iterator[Row]:
-    """Yield the cost of a request with one manager at a part of the rate, and what several cost beside that.
+    """Yield the cost of a request with one manager at a part of the rate, and that with several beside it.
 
     Each of several managers has a part of the requests, and a manager that has few at a time does less of its work for
     many of them at once: that is the difference between this ratio and that beside one manager which serves them all.
+    Engines, too, work differently at another rate, so their CPU says nothing of the machine's pace here.
 
     Args:
         results: of all cases.
-        slower: one manager, by the number of managers that would have as many requests a second.
+        slower: one manager, by the number of managers each of which has as many requests a second.
     """
     metric = "CPU of managers and Redis per request"
+    whole = statistics.median(run.request_us for run in results.get(Case(1, False), ())) if slower else 0.0
     for managers, one in slower.items():
-        whole = statistics.median(run.request_us for run in results[Case(1, False)])
         part = f"{metric}, at 1/{managers} of the rate"
         yield Row(Case(1, False).name, part, one.request_us, "us", whole, one.request_us / whole)
         for case, runs in results.items():
             if case.managers == managers:
-                value = statistics.median(run.request_us for run in runs)
-                ratio = statistics.median(
-                    run.request_us / one.request_us * one.engines_us / run.engines_us for run in runs
+                value, baseline = statistics.median(run.request_us for run in runs), one.request_us
+                yield Row(
+                    case.name, f"{metric}, beside one manager at that rate", value, "us", baseline, value / baseline
                 )
-                yield Row(case.name, f"{metric}, beside one at that rate, at one pace of the machine", value, "us",
-                          one.request_us, ratio)  # fmt: skip
 
 
 # ---- the benchmark --------------------------------------------------------------------------------------------------
