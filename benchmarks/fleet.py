@@ -5,7 +5,9 @@ and, for the blocks that missed, a write session that lasts as long as the prefi
 instances (50 for each model), which send 5 requests a second each. This machine cannot serve that. The fleet's clock is
 therefore slowed by a factor, chosen from measured CPU so that no process is saturated, and cores at the real rate are
 (CPU - idle CPU) x factor / seconds + idle CPU. CPU times are those of the processes by the operating system, with what
-they do in the background for the requests; that of the engines is kept apart. Latencies hold for the slowed rate.
+they do in the background for the requests; that of the engines is kept apart. Latencies hold for the slowed rate. A
+manager costs more for each of few requests than for each of many, so cores at the real rate are rather fewer; what one
+manager costs at a half and a quarter of the slowed rate is measured, too.
 
 Hosts of eight engines share a connection. In "shared" cases the hosts of an instance are spread over all managers; in
 "separate" ones each instance has one manager. All cases start from the same Redis, which holds what the requests of the
@@ -499,7 +501,7 @@ def main() -> int:
     parser.add_argument(
         "--managers", type=int, nargs="+", help="numbers of managers (default: 1 2 4, 1 2 with --quick)"
     )
-    parser.add_argument("--seconds", type=float, help="of a case (default: 30, 3 with --quick)")
+    parser.add_argument("--seconds", type=float, help="of a case (default: 30, 2 with --quick)")
     parser.add_argument("--turns", type=int, help="that each case has (default: 3, 1 with --quick)")
     parser.add_argument("--trace", default=TRACE, help="name of a published trace, or a file (default: %(default)s)")
     parser.add_argument(
@@ -509,13 +511,13 @@ def main() -> int:
     options = parser.parse_args()
     defaults: dict[str, Any] = {"engines": 1000, "instances": 20, "managers": [1, 2, 4], "seconds": 30.0, "turns": 3}
     if options.quick:
-        defaults = {"engines": 50, "instances": 2, "managers": [1, 2], "seconds": 3.0, "turns": 1}
+        defaults = {"engines": 50, "instances": 2, "managers": [1, 2], "seconds": 2.0, "turns": 1}
     for key, value in defaults.items():
         if getattr(options, key) is None:
             setattr(options, key, value)
     if options.engines % options.instances:
         parser.error(f"--engines {options.engines} is no multiple of --instances {options.instances}")
-    times = Times(2.0, options.seconds, 1.0) if options.quick else Times(8.0, options.seconds, 10.0)
+    times = Times(1.0, options.seconds, 0.5) if options.quick else Times(8.0, options.seconds, 10.0)
     trace = trace_of(options.trace, options.quick)
     if trace is None:
         rows = [left_out(f"the trace {options.trace}", "KVCM_TRACES names no directory that has it", options.quick)]
