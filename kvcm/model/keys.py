@@ -26,12 +26,14 @@ __all__ = [
     "BlockMask",
     "block_keys_from_tokens",
     "encode_keys",
+    "join_keys",
     "key_hex",
     "keys_hex",
     "mixed",
     "mixed_array",
     "mixed_key",
     "pack_keys",
+    "split_keys",
     "unmixed",
     "unmixed_array",
     "unmixed_key",
@@ -165,6 +167,11 @@ def pack_keys(keys: Sequence[int]) -> Sequence[bytes]:
     return _cut_every_8_bytes(len(keys)).unpack(unmixed_array(keys).byteswap(True).tobytes())
 
 
+def join_keys(keys: Sequence[int]) -> bytes:
+    """Return what `pack_keys` returns, one after the other, without an object per key."""
+    return unmixed_array(keys).byteswap(True).tobytes()
+
+
 def unpack_keys(members: Iterable[bytes]) -> list[int]:
     """Return the mixed keys that `pack_keys` was given.
 
@@ -172,6 +179,12 @@ def unpack_keys(members: Iterable[bytes]) -> list[int]:
         struct.error: one has not 8 bytes.
     """
     return mixed([_unpack_key(member)[0] for member in members])
+
+
+def split_keys(joined: bytes) -> list[int]:
+    """Return the mixed keys that `join_keys` was given."""
+    found: list[int] = mixed_array(np.frombuffer(joined, ">i8")).tolist()
+    return found
 
 
 @lru_cache(1024)

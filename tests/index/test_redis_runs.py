@@ -481,6 +481,100 @@ async def test_a_change_that_comes_after_a_drop_leaves_nothing(client: RedisClie
     assert await ask(client, "KEYS", f"{client.prefix}:*".encode()) == []
 
 
+# ── Reads of any keys in any order ──
+#
+# Runs of all lengths in one chain: a read of blocks as they lie follows the runs, any other looks up the index.
+
+LENGTHS = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 64)), min_size=1, max_size=45)
+ROWS = st.lists(
+    st.tuples(st.integers(0, 700), st.integers(1, 300), st.sampled_from([1, 1, 1, -1, 2, 64])), min_size=1, max_size=6
+)
+
+
+def laid(lengths: Sequence[int]) -> list[list[int]]:
+    """The keys of runs that follow each other, and of one more that is not there."""
+    ends = [sum(lengths[:at]) for at in range(len(lengths) + 1)]
+    keys = chain(ends[-1] + 40)
+    return [keys[begin:end] for begin, end in zip(ends, [*ends[1:], len(keys)], strict=True)]
+
+
+def rows_of(keys: Sequence[int], rows: Sequence[tuple[int, int, int]], shuffled: Random | None) -> list[int]:
+    """Keys in rows, which may overlap."""
+    asked = [keys[at % len(keys)] for start, count, step in rows for at in range(start, start + count * step, step)]
+    if shuffled is not None:
+        shuffled.shuffle(asked)
+    return asked
+
+
+@settings(
+    max_examples=examples(100),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(lengths=LENGTHS, rows=ROWS, shuffled=st.none() | st.randoms(use_true_random=False), gone=st.integers(0, 60))
+async def test_any_keys_in_any_order_are_read_as_from_a_dict(
+    client: RedisClient, tags: int, lengths: list[int], rows: list[tuple[int, int, int]], shuffled: Random | None,
+    gone: int,
+) -> None:  # fmt: skip
+    """Repeated ones, absent ones, and those of more runs than a call reads; what vanishes meanwhile is there or not."""
+    backend = RunsBackend(client, secrets.randbits(40), tags)
+    *parts, _ = runs = laid(lengths)
+    depths = [sum(lengths[:at]) for at in range(len(parts))]
+    written = [run_of(part, SERVING, mixed_key(9), depth) for part, depth in zip(parts, depths, strict=True)]
+    await begin(client, backend, *written)
+    model = {key: record for run in written for key, record in zip(run.keys, run.records(), strict=True)}
+    asked = rows_of([key for run in runs for key in run], rows, shuffled)
+    expected = [model.get(key) for key in asked]
+    assert await backend.get_many(asked) == expected
+    index = MetaIndex(backend, TableView({"nfs": 0}))
+    found = [each.locations[0].chunk if each is not None else None for each in expected]
+    assert await index.answers(asked) == found
+    index.invalidate_all()
+    assert await index.answers(asked, stop_at_miss=True) == found[: [*found, None].index(None)]
+
+    gone_keys, run = runs[gone % len(runs)], client.run
+
+    async def run_and_remove(calls: Sequence[ScriptCall]) -> list[Any]:
+        answers = await run(calls)
+        client.run = run  # type: ignore[method-assign]
+        await write(backend, dict.fromkeys(gone_keys))
+        return answers
+
+    client.run = run_and_remove  # type: ignore[method-assign]
+    left = await backend.get_many(asked)
+    for key, record, before in zip(asked, left, expected, strict=True):
+        assert record == before or (record is None and key in gone_keys)
+    await backend.drop()
+
+
+async def calls_of(client: RedisClient, of: Callable[[], Awaitable[object]]) -> dict[str, int]:
+    """How often each command runs in the server meanwhile."""
+
+    async def counts() -> Counter[str]:
+        lines = (await ask(client, b"INFO", b"commandstats")).decode().splitlines()[1:]
+        return Counter({line.split(":")[0][8:]: int(line.split("calls=")[1].split(",")[0]) for line in lines})
+
+    before = await counts()
+    await of()
+    return dict(await counts() - before)
+
+
+async def test_blocks_that_are_asked_for_as_they_lie_cost_the_server_one_look_a_run(client: RedisClient) -> None:
+    backend, keys = RunsBackend(client, UID, 1), chain(1024)
+    await begin(client, backend, run_of(keys))
+    read = await calls_of(client, lambda: backend.get_many(keys))
+    assert (read["hmget"], read["get"]) == (16, 16)
+    late = await calls_of(client, lambda: backend.get_many(keys[16:]))
+    assert (late["hmget"], late["get"]) == (16, 16)
+    # Reads are recorded tail first.
+    touched = await calls_of(client, lambda: backend.touch(dict.fromkeys(reversed(keys), 1), 1700000100.0))
+    assert (touched["hmget"], touched["zadd"]) == (16, 2)
+    absent = await calls_of(client, lambda: backend.get_many(chain(1024, 5000)))
+    assert absent["hmget"] <= 12
+    assert await backend.accesses(keys) == [Access(1700000100, 1)] * 1024
+    assert await runs_in(client, UID) == [keys[at : at + 64] for at in range(0, 1024, 64)]
+
+
 # ── What a record may be ──
 
 LONG = "x" * 70_000

@@ -19,11 +19,13 @@ from kvcm.model.keys import (
     BlockMask,
     block_keys_from_tokens,
     encode_keys,
+    join_keys,
     key_hex,
     keys_hex,
     mixed,
     mixed_key,
     pack_keys,
+    split_keys,
     unmixed,
     unmixed_key,
     unpack_keys,
@@ -165,6 +167,8 @@ def test_stores_hold_the_plain_keys_in_big_endian(keys: list[int]) -> None:
     packed = pack_keys(mixed(keys))
     assert list(packed) == [key.to_bytes(8, "big", signed=True) for key in keys]
     assert unpack_keys(packed) == mixed(keys)
+    assert join_keys(mixed(keys)) == b"".join(packed)
+    assert split_keys(b"".join(packed)) == mixed(keys)
 
 
 @pytest.mark.parametrize("count", LENGTHS)

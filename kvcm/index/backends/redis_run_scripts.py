@@ -1,8 +1,9 @@
 """Scripts over the runs of blocks of one tag in a Redis (layout: `redis_runs.py`).
 
 A call of the server from Lua costs more than the work it does, so every script reads with one command per kind of key,
-decides, and writes with one command per kind of key. The fewest bytes are copied where blocks that are stored as one
-run change together; else a run is taken apart, which needs a look at each of its blocks.
+decides, and writes with one command per kind of key. The exception is a read of blocks as they lie in runs: two short
+commands for each run cost less than a string in Lua for each block. The fewest bytes are copied where blocks that are
+stored as one run change together; else a run is taken apart, which needs a look at each of its blocks.
 
 Names of runs are made here, below `KEYS[…]` that is their common beginning. They share its hash tag, so they lie on the
 server that runs the script. While a cluster moves a slot away it refuses keys that are gone: all reads come
@@ -54,8 +55,62 @@ end
 -- Managers read again what they know of a tag as a whole, those that wait for its next change.
 local function notify_changed(name) redis.call('SET', name, '', 'NX') end
 """
+_CUT: Final = """
+local function cut(text, width)
+  local items, n, sub = {}, 0, string.sub
+  for at = 1, #text, width do
+    n = n + 1
+    items[n] = sub(text, at, at + width - 1)
+  end
+  return items
+end
+"""
+_WALK: Final = """
+-- Returns how many bytes of keys of blocks from `at` on are those that follow a key in its run.
+local function following(text, at, keys, key)
+  local from = string.find(keys, key, 1, true)
+  while from and from % 8 ~= 1 do from = string.find(keys, key, from + 1, true) end
+  if not from then return 0 end
+  local size = math.min(#keys - from - 7, #text - at + 1)
+  if string.sub(text, at, at + size - 1) == string.sub(keys, from + 8, from + 7 + size) then return size end
+  local same = 0
+  while string.sub(text, at + same, at + same + 7) == string.sub(keys, from + 8 + same, from + 15 + same) do
+    same = same + 8
+  end
+  return same
+end
+
+-- Finds the runs of blocks, whose keys are given one after the other. Mostly they stand as in their run: then the
+-- index is read for one key, and the run says which others it leads to. Where fewer than 8 keys follow, the index is
+-- read for twice as many at once as before: so no order of keys takes more than one command for every few of them.
+-- `open` is called once for each id, and with false where a key leads to no run; it returns the run's keys, or nil to
+-- end the walk there. `visit`, if there is one, is called with an id and the positions of the first and the last of
+-- some keys that lead to it. Returns how many keys were looked up.
+local function walk(index, text, open, visit)
+  local keys, at, most = {}, 1, 1
+  while at <= #text do
+    local members = cut(string.sub(text, at, at + 8 * most - 1), 8)
+    local ids, before = redis.call('HMGET', index, unpack(members)), (at - 1) / 8
+    for i = 1, #ids do
+      local id = ids[i]
+      if not keys[id] then
+        keys[id] = open(id)
+        if not keys[id] then return before + i - 1 end
+      end
+      if id and visit then visit(id, before + i, before + i) end
+    end
+    at = at + 8 * #members
+    local last = ids[#ids]
+    local size = following(text, at, keys[last], members[#members])
+    if size > 0 and visit then visit(last, (at + 7) / 8, (at + size - 1) / 8) end
+    at, most = at + size, size >= 64 and 1 or math.min(2 * most, 256)
+  end
+  return #text / 8
+end
+"""
 _RUN: Final = (
     _HEADS
+    + _CUT
     + """
 -- A run is parsed into lists by position; `codec` in run_codec.py says how it is stored.
 local RETIRED = 8589934592
@@ -66,12 +121,6 @@ local function headers_at(value) return 11 + 24 * count_of(value) end
 local function headers_of(value)
   local at = headers_at(value)
   return string.sub(value, at + 4, at + 3 + struct.unpack('>I4', value, at))
-end
-
-local function cut(text, width)
-  local items = {}
-  for at = 1, #text, width do items[#items + 1] = string.sub(text, at, at + width - 1) end
-  return items
 end
 
 local function parse(value)
@@ -460,13 +509,15 @@ SERVE: Final = Script(_CHANGE, allow_oom=True, guards=True)
 
 _RESCORE: Final = (
     _RUN
+    + _WALK
     + """
 -- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
--- ARGV: unix seconds; `how`; keys of blocks; packed number of reads of each; how many runs to cut at most.
+-- ARGV: unix seconds; `how`; keys of blocks; packed number of reads of each, or one for all; how many runs to cut at
+-- most.
 -- Blocks of a run are always read alike: where they were not, the run is cut.
 -- Returns the keys of blocks of runs that were left, since more had to be cut.
 local order, children, pending, usage, index, prefix = unpack(KEYS)
-local at, how, counts = tonumber(ARGV[1]), ARGV[2], cmsgpack.unpack(ARGV[4])
+local at, how, text, counts = tonumber(ARGV[1]), ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
 
 local function rescored(score, reads)
   local retired = score < RETIRED and 0 or RETIRED
@@ -478,44 +529,86 @@ local function rescored(score, reads)
   return retired + math.max(seconds, how == 'move' and at or 0) + math.min(before + reads, 4095) / 4096
 end
 
-local keys = cut(ARGV[3], 8)
-local ids = redis.call('HMGET', index, unpack(keys))
-local reads, listed = {}, {}
-for i, id in ipairs(ids) do
-  if id then
-    if not reads[id] then
-      reads[id] = {}
-      listed[#listed + 1] = id
-    end
-    reads[id][keys[i]] = counts[i]
+local heads, parts, listed = {}, {}, {}  -- by id: keys of the run, positions of first and last keys of it in turn
+
+local function open(id)
+  if not id then return '' end
+  listed[#listed + 1] = id
+  heads[id], parts[id] = keys_at(prefix .. id), {}
+  return heads[id]
+end
+
+local function visit(id, first, last)
+  local part = parts[id]
+  if part[#part] == first - 1 then
+    part[#part] = last
+  else
+    part[#part + 1] = first
+    part[#part + 1] = last
   end
 end
+
+local function count_at(position) return type(counts) == 'number' and counts or counts[position] end
+
+-- Returns how often all blocks of a run were read, nil where that differs.
+local function reads_of_all(id)
+  local first, last = unpack(parts[id])
+  if #parts[id] > 2 or string.sub(text, 8 * first - 7, 8 * last) ~= heads[id] then return end
+  for position = first + 1, type(counts) == 'number' and first or last do
+    if counts[position] ~= counts[first] then return end
+  end
+  return count_at(first)
+end
+
+-- Returns how often each block of a run was read, by key.
+local function reads_of_each(id)
+  local reads = {}
+  for n = 1, #parts[id], 2 do
+    for position = parts[id][n], parts[id][n + 1] do
+      reads[string.sub(text, 8 * position - 7, 8 * position)] = count_at(position)
+    end
+  end
+  return reads
+end
+
+walk(index, text, open, visit)
 if #listed == 0 then return {} end
 local scores = redis.call('ZMSCORE', order, unpack(listed))
 local ordered, apart, left, most = {}, {}, {}, tonumber(ARGV[5])
+
+local function reorder(id, old, new)
+  if old ~= new then
+    ordered[#ordered + 1] = new
+    ordered[#ordered + 1] = id
+  end
+end
+
+local function rescore_some(id, score)
+  local segments, reads = {}, reads_of_each(id)
+  for i, key in ipairs(cut(heads[id], 8)) do
+    local new = reads[key] and rescored(score, reads[key]) or score
+    if not segments[1] or segments[#segments].score ~= new then
+      segments[#segments + 1] = {score = new, positions = {}}
+    end
+    table.insert(segments[#segments].positions, i)
+  end
+  if #segments == 1 then
+    reorder(id, score, segments[1].score)
+  elseif #segments > 1 then
+    apart[id] = segments
+    most = most - 1
+  end
+end
+
 for n, id in ipairs(listed) do
   local score = tonumber(scores[n] or nil)
-  if score and most == 0 then
-    for key in pairs(reads[id]) do left[#left + 1] = key end
+  local reads = score and reads_of_all(id)
+  if reads then
+    reorder(id, score, rescored(score, reads))
+  elseif score and most > 0 then
+    rescore_some(id, score)
   elseif score then
-    local segments = {}
-    for i, key in ipairs(cut(keys_at(prefix .. id), 8)) do
-      local read = reads[id][key]
-      local new = read and rescored(score, read) or score
-      if not segments[1] or segments[#segments].score ~= new then
-        segments[#segments + 1] = {score = new, positions = {}}
-      end
-      table.insert(segments[#segments].positions, i)
-    end
-    if #segments == 1 then
-      if segments[1].score ~= score then
-        ordered[#ordered + 1] = segments[1].score
-        ordered[#ordered + 1] = id
-      end
-    elseif #segments > 1 then
-      apart[id] = segments
-      most = most - 1
-    end
+    for key in pairs(reads_of_each(id)) do left[#left + 1] = key end
   end
 end
 
@@ -564,31 +657,29 @@ return left
 TOUCH: Final = Script(_RESCORE)
 REQUEUE: Final = Script(_RESCORE, allow_oom=True)
 
-READ: Final = Script("""
--- KEYS: index, what names of runs begin with. ARGV: keys of blocks.
--- Returns how many of the keys were looked up, not all where that takes more than 32 runs; then id and value of every
--- run that holds some of them, one after the other.
-local ids, names, seen, found = {}, {}, {}, {#ARGV}
-for i, id in ipairs(redis.call('HMGET', KEYS[1], unpack(ARGV))) do
-  if id and not seen[id] then
-    if #ids == 32 then
-      found[1] = i - 1
-      break
-    end
-    seen[id] = true
-    ids[#ids + 1] = id
-    names[#names + 1] = KEYS[2] .. id
-  end
+READ: Final = Script(
+    _CUT
+    + _WALK
+    + """
+-- KEYS: index, what names of runs begin with. ARGV: keys of blocks, one after the other.
+-- Returns how many of the keys were looked up, not all where that takes more than 32 runs; then every run that holds
+-- some of them.
+local found, runs = {0}, 0
+
+local function open(id)
+  if not id then return '' end
+  if runs == 32 then return nil end
+  runs = runs + 1
+  local value = redis.call('GET', KEYS[2] .. id)
+  if not value then return '' end
+  found[#found + 1] = value
+  return string.sub(value, 11, 10 + 8 * math.min(string.byte(value, 10) or 0, math.floor((#value - 10) / 8)))
 end
-if #ids == 0 then return found end
-for n, value in ipairs(redis.call('MGET', unpack(names))) do
-  if value then
-    found[#found + 1] = ids[n]
-    found[#found + 1] = value
-  end
-end
+
+found[1] = walk(KEYS[1], ARGV[1], open)
 return found
-""")
+"""
+)
 PLACES: Final = Script("""
 -- KEYS: access order, index. ARGV: keys of blocks. Returns the score of each block's run.
 local ids, listed, at = redis.call('HMGET', KEYS[2], unpack(ARGV)), {}, {}

@@ -40,6 +40,7 @@ from random import Random
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
 
 from kvcm.index.backends.backend import (
     NOTHING_WRITTEN,
@@ -84,7 +85,7 @@ from kvcm.index.run_codec import (
     encode_run,
     new_run_stamp,
 )
-from kvcm.model.keys import mixed, pack_keys, unpack_keys
+from kvcm.model.keys import join_keys, mixed, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, LocationStatus, StorageKey
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
@@ -252,12 +253,12 @@ class RunsBackend(SharedCounts):
 
     async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
         """Return the runs with blocks of these keys."""
-        left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
+        left = [(tag, members) for tag, _, members in self._joined_parts(keys, _MOST_KEYS_PER_READ)]
         values: list[bytes] = []
         while left:
-            answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], some) for tag, some in left])
-            values += [each for answer in answers for each in answer[2::2]]
-            rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
+            answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], [some]) for tag, some in left])
+            values += [each for answer in answers for each in answer[1:]]
+            rest = [(tag, some[_KEY_BYTES * answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
             left = [(tag, some) for tag, some in rest if some]
         measure("meta_indexer.io_data_size", sum(map(len, values)))
         return values
@@ -499,11 +500,15 @@ class RunsBackend(SharedCounts):
 
     async def _rescore(self, script: Script, counts: Mapping[int, int], at: float, how: str) -> None:
         keys = list(counts)
+        numbers = set(counts.values())
+        only = numbers.pop() if len(numbers) == 1 else None
         while keys:
+            # Reads are recorded tail first, runs lie head first: that is how the script looks blocks up fastest.
+            keys.reverse()
             calls = []
-            for tag, positions, members in self._parts(keys, _MOST_BLOCKS_PER_CALL):
-                reads = _encode([counts[keys[i]] for i in positions])
-                calls.append(ScriptCall(script, tag, [int(at), how, b"".join(members), reads, _MOST_RUNS_CUT]))
+            for tag, positions, members in self._joined_parts(keys, _MOST_BLOCKS_PER_CALL):
+                reads = _encode([counts[keys[i]] for i in positions] if only is None else only)
+                calls.append(ScriptCall(script, tag, [int(at), how, members, reads, _MOST_RUNS_CUT]))
             keys = unpack_keys(key for left in await self._run(calls) for key in left)
 
     async def drop(self) -> None:
@@ -531,6 +536,17 @@ class RunsBackend(SharedCounts):
         for tag, positions in self._by_tag(keys).items():
             for part in _cut(positions, most):
                 yield self._tags[tag], part, [members[i] for i in part]
+
+    def _joined_parts(self, keys: Sequence[int], most: int) -> Iterator[tuple[TagKeys, Sequence[int], bytes]]:
+        """Do `_parts`, with the keys one after the other."""
+        joined = join_keys(keys)
+        for tag, positions in self._by_tag(keys).items():
+            of_tag = joined
+            if len(positions) < len(keys):
+                of_tag = np.frombuffer(joined, np.int64)[positions].tobytes()
+            for begin in range(0, len(positions), most):
+                part = positions[begin : begin + most]
+                yield self._tags[tag], part, of_tag[_KEY_BYTES * begin : _KEY_BYTES * (begin + len(part))]
 
     def _changes_by_tag(self, changes: Sequence[Change]) -> Iterator[tuple[int, Sequence[Change]]]:
         for tag, positions in self._by_tag([change.key for change in changes]).items():
