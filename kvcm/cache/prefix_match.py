@@ -509,5 +509,9 @@ def _sampled(keys: Collection[int]) -> list[int]:
 
 def _count_reads(counts: dict[int, int], keys: Sequence[int], times: int) -> None:
     """Count the reads of a request, whose head is read last; a key stands where its last read does."""
+    fresh = dict.fromkeys(reversed(keys), times)
+    if len(fresh) == len(keys) and counts.keys().isdisjoint(fresh):  # mostly; in a third of the time
+        counts.update(fresh)
+        return
     for key in reversed(keys):
         counts[key] = counts.pop(key, 0) + times

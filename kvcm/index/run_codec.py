@@ -18,15 +18,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from struct import Struct
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.codec import STAMP_SIZE, StampedRecord, decode_header, header_of, new_stamp
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed, pack_keys
+from kvcm.model.keys import mixed, pack_keys, split_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location
 
 __all__ = [
@@ -82,14 +83,13 @@ def encode_blocks(keys: Sequence[int], records: Sequence[BlockRecord]) -> bytes:
 
 def _joined(keys: bytes, parents: bytes, depths: Sequence[int], headers: bytes, bodies: Sequence[bytes]) -> bytes:
     count = len(depths)
-    numbers = _numbers(count).pack(*depths, *map(len, bodies), len(headers))
+    numbers = _words(2 * count + 1).pack(*depths, *map(len, bodies), len(headers))
     return b"".join((new_stamp(RUN_VERSION), bytes((count,)), keys, parents, numbers, headers, *bodies))
 
 
-@lru_cache(MOST_BLOCKS)
-def _numbers(count: int) -> Struct:
-    """Depths, sizes of bodies, and the size of the headers."""
-    return Struct(f">{2 * count + 1}I")
+@lru_cache(4 * MOST_BLOCKS)
+def _words(count: int) -> Struct:
+    return Struct(f">{count}I")
 
 
 def _body_of(locations: Sequence[Location]) -> bytes:
@@ -144,19 +144,39 @@ def decode_uniform(runs: Sequence[bytes]) -> tuple[list[UniformRun], dict[int, S
     """
     uniform: list[UniformRun] = []
     others: dict[int, StampedRecord] = {}
-    columns = [_Columns.of(value) for value in runs]
-    keys = mixed([key for each in columns for key in each.keys])
+    parts = [_split(value) for value in runs]
+    keys = split_keys(b"".join(map(keys_of, runs)))
     at = 0
-    for each, value in zip(columns, runs, strict=True):
-        if len(each.headers) == 1:
-            before, after = each.headers[0]
-            uniform.append(
-                UniformRun(keys[at : at + len(each.keys)], tuple.__new__(Location, (*before, b"", *after)), each.bodies)
-            )
+    for (headers, bodies), value in zip(parts, runs, strict=True):
+        if len(headers) == 1:
+            before, after = headers[0]
+            location = tuple.__new__(Location, (*before, b"", *after))
+            uniform.append(UniformRun(keys[at : at + len(bodies)], location, bodies))
         else:
             others.update(decode_runs([value]))
-        at += len(each.keys)
+        at += len(bodies)
     return uniform, others
+
+
+_Headers: TypeAlias = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]
+
+
+def _split(value: bytes) -> tuple[_Headers, Sequence[bytes]]:
+    """Return headers and bodies of a run."""
+    try:
+        if value[0] != RUN_VERSION:
+            raise _damaged(value, f"its version is {value[0]}")
+        count = value[_COUNT_AT]
+        headers_at = _KEYS_AT + 24 * count + 4
+        *sizes, headers_size = _words(count + 1).unpack_from(value, headers_at - 4 * count - 4)
+        at = headers_at + headers_size
+        headers = _headers_of(value[headers_at:at])
+        if not count or at + sum(sizes) != len(value):
+            raise _damaged(value, "its length is wrong")
+        bodies = [value[begin:end] for begin, end in pairwise(accumulate(sizes, initial=at))]
+    except (msgspec.MsgspecError, struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
+        raise _damaged(value, str(error)) from error
+    return headers, bodies
 
 
 class _Columns(NamedTuple):
@@ -175,29 +195,17 @@ class _Columns(NamedTuple):
     keys: Sequence[int]
     parents: Sequence[int]
     depths: Sequence[int]
-    headers: Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]
+    headers: _Headers
     bodies: Sequence[bytes]
 
     @classmethod
     def of(cls, value: bytes) -> _Columns:
         """Parse a run."""
-        try:
-            if value[0] != RUN_VERSION:
-                raise _damaged(value, f"its version is {value[0]}")
-            count = value[_COUNT_AT]
-            numbers_at = _KEYS_AT + 16 * count
-            keys = _keys(2 * count).unpack_from(value, _KEYS_AT)
-            numbers = _numbers(count).unpack_from(value, numbers_at)
-            headers_at = numbers_at + 8 * count + 4
-            at = headers_at + numbers[-1]
-            headers = _headers_of(value[headers_at:at])
-            ends = list(_ends(at, numbers[count:-1]))
-            if not count or ends[-1] != len(value):
-                raise _damaged(value, "its length is wrong")
-            bodies = [value[begin:end] for begin, end in zip((at, *ends[:-1]), ends, strict=True)]
-        except (msgspec.MsgspecError, struct.error, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise _damaged(value, str(error)) from error
-        return cls(value[1:_COUNT_AT], keys[:count], keys[count:], numbers[:count], headers, bodies)
+        headers, bodies = _split(value)
+        count = len(bodies)
+        keys = _keys(2 * count).unpack_from(value, _KEYS_AT)
+        depths = _words(count).unpack_from(value, _KEYS_AT + 16 * count)
+        return cls(value[1:_COUNT_AT], keys[:count], keys[count:], depths, headers, bodies)
 
     def locations(self) -> Iterator[tuple[Location, ...]]:
         """Yield the locations of every block."""
@@ -223,19 +231,13 @@ def _chunks_of(body: bytes, count: int) -> list[bytes]:
 
 
 @lru_cache(1 << 12)
-def _headers_of(encoded: bytes) -> Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]:
+def _headers_of(encoded: bytes) -> _Headers:
     return [decode_header(header) for header in _decode_list(encoded)]
 
 
 @lru_cache(2 * MOST_BLOCKS)
 def _keys(count: int) -> Struct:
     return Struct(f">{count}q")
-
-
-def _ends(at: int, sizes: Sequence[int]) -> Iterator[int]:
-    for size in sizes:
-        at += size
-        yield at
 
 
 def _damaged(value: bytes, why: str) -> StorageIOError:

@@ -23,7 +23,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
+from operator import is_
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 from weakref import WeakSet
 
@@ -32,6 +33,7 @@ from kvcm.index.backends.backend import (
     SharedBackend,
     UniformRun,
     is_resident,
+    measure_runs,
     read_answers,
     read_records,
     read_runs,
@@ -137,6 +139,14 @@ class CacheBudget:
             for cache in self._caches:
                 cache.age()
 
+    def try_spend(self, size_bytes: int, count: int) -> bool:
+        """Count so many entries that were added, unless a generation ends with one of them: then count none."""
+        young_bytes = self._young_bytes + size_bytes + count * _ENTRY_BYTES
+        if self.capacity_bytes is not None and self.capacity_bytes < 2 * young_bytes:
+            return False
+        self._young_bytes = young_bytes
+        return True
+
 
 class ReadInFlight(NamedTuple):
     """A read of records that is under way; its identity is the placeholder."""
@@ -224,8 +234,7 @@ class SearchCache(Generic[Cached]):
             for key in keys:
                 self._reading.pop(key, None)
         if self._is_bounded:
-            for key, answer in zip(keys, answers, strict=True):
-                self._keep(key, answer)
+            self._keep_all(dict(zip(keys, answers, strict=True)))
         else:
             self._young.update(zip(keys, answers, strict=True))
 
@@ -272,11 +281,16 @@ class SearchCache(Generic[Cached]):
     def end_read_of(self, read: ReadInFlight, answers: Sequence[Cached | None]) -> list[Cached | None]:
         """Do `end_read` with the answers for the records, as the view is now."""
         self._sync_with_view()
-        for key, answer in zip(read.keys, answers, strict=True):
-            if self._reading.get(key) is read:
+        found = dict(zip(read.keys, answers, strict=True))
+        if len(found) == len(self._reading) and all(map(is_, self._reading.values(), repeat(read))):
+            self._reading.clear()  # nearly always: no other read is under way, and nothing changed
+        else:
+            found = {key: answer for key, answer in found.items() if self._reading.get(key) is read}
+            for key in found:
                 del self._reading[key]
-                if answer is not None:
-                    self._keep(key, answer)
+        if None in answers:
+            found = {key: answer for key, answer in found.items() if answer is not None}
+        self._keep_all(cast("dict[int, Cached]", found))
         return list(answers)
 
     def abandon(self, read: ReadInFlight) -> None:
@@ -284,6 +298,16 @@ class SearchCache(Generic[Cached]):
         for key in read.keys:
             if self._reading.get(key) is read:
                 del self._reading[key]
+
+    def _keep_all(self, answers: Mapping[int, Cached]) -> None:
+        if not self._is_bounded:
+            self._young.update(answers)
+        elif self._budget.is_coherent():
+            if self._budget.try_spend(sum(map(self._weigh, answers.values())), len(answers)):
+                self._young.update(answers)
+                return
+            for key, answer in answers.items():
+                self._keep(key, answer)
 
     def _keep(self, key: int, answer: Cached) -> None:
         if not self._is_bounded:
@@ -456,11 +480,17 @@ class AnswerCache:
         window = self._first_window(len(keys), stop_at_miss=stop_at_miss)
         while position >= 0:
             # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
-            unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
-            answers = await self._fill([keys[i] for i in unknown], stop_at_miss=stop_at_miss)
-            for i, answer in zip(unknown, answers, strict=False):
-                found[i] = answer
-            read_count, end = read_count + len(unknown), unknown[-1] + 1
+            end = min(position + window, len(found))
+            if found[position:end].count(None) == end - position:  # nearly always: nothing is known from there on
+                answers = await self._fill(keys[position:end], stop_at_miss=stop_at_miss)
+                found[position : position + len(answers)] = answers
+                read_count += end - position
+            else:
+                unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
+                answers = await self._fill([keys[i] for i in unknown], stop_at_miss=stop_at_miss)
+                for i, answer in zip(unknown, answers, strict=False):
+                    found[i] = answer
+                read_count, end = read_count + len(unknown), unknown[-1] + 1
             if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
                 del found[miss:]
                 break
@@ -487,18 +517,28 @@ class AnswerCache:
             if not self._backend.is_shared:
                 return self._cache.end_read(read, await read_records(self._backend, keys))
             runs, records = await read_runs(cast("SharedBackend", self._backend), keys)
-            return self._cache.end_read_of(read, list(map(self._composed(runs, records).get, keys)))
+            composed = self._composed(keys, runs, records)
+            measure_runs(keys, runs, records, all_found=None not in composed)
+            return self._cache.end_read_of(read, composed)
         except BaseException:
             self._cache.abandon(read)
             raise
 
-    def _composed(self, runs: Sequence[UniformRun], records: Mapping[int, BlockRecord]) -> dict[int, bytes | None]:
-        """Return the answers for blocks by key. That of a block with one location is its chunk."""
+    def _composed(
+        self, keys: Sequence[int], runs: Sequence[UniformRun], records: Mapping[int, BlockRecord]
+    ) -> Sequence[bytes | None]:
+        """Return the answers for blocks. That of a block with one location is its chunk."""
+        serving = [run for run in runs if self._serves(run.location)]
+        blocks = list(chain.from_iterable([run.keys for run in serving]))
+        if not records and keys[0] in blocks:
+            begin = blocks.index(keys[0])
+            end = begin + len(keys)
+            if blocks[begin:end] == keys:  # mostly they are requested as they lie in the runs: no dictionary is needed
+                return list(chain.from_iterable([run.chunks for run in serving]))[begin:end]
         answers = {key: compose_answer(record, self._view) for key, record in records.items()}
-        for run in runs:
-            if self._serves(run.location):
-                answers.update(zip(run.keys, run.chunks, strict=True))
-        return answers
+        for run in serving:
+            answers.update(zip(run.keys, run.chunks, strict=True))
+        return list(map(answers.get, keys))
 
     def _serves(self, location: Location) -> bool:
         """Return whether a block with this location only has an answer, whatever its chunk."""

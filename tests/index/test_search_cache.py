@@ -118,6 +118,25 @@ def test_all_caches_together_stay_within_the_budget(capacity: int, accesses: lis
         assert held <= capacity + 2
 
 
+@settings(max_examples=examples(200), deadline=None, derandomize=True)
+@given(
+    capacity=st.integers(1, 40),
+    reads=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=12), max_size=20),
+    absent=st.sets(st.integers(0, 30)),
+)
+def test_many_keys_are_kept_as_one_by_one(capacity: int, reads: list[list[int]], absent: set[int]) -> None:
+    """Also where a generation ends between them, and where one is there twice."""
+    together, alone = Rig(capacity * ENTRY_BYTES), Rig(capacity * ENTRY_BYTES)
+    for keys in reads:
+        found = [None if key in absent else version(0) for key in keys]
+        together.cache.end_read(together.cache.begin_read(keys), found)
+        for key, each in dict(zip(keys, found, strict=True)).items():
+            alone.read(key, each)
+        assert (together.cache._young, together.cache._old) == (alone.cache._young, alone.cache._old)
+        assert together.budget.used_bytes == alone.budget.used_bytes
+        assert not together.cache._reading
+
+
 def test_requested_entries_stay_and_others_are_evicted() -> None:
     rig = Rig(20 * ENTRY_BYTES)
     for key in range(200):
