@@ -304,7 +304,7 @@ def observed(case: Case, plan: Plan, times: Times, seconds: float, snapshot: tup
 async def replayed(
     case: Case, plan: Plan, managers: Sequence[Manager], times: Times, seconds: float, spent: Callable[[], Spent]
 ) -> tuple[Seen, Spent, Spent]:
-    """Send everything; return what engines saw, what was spent idle, and what was spent with them."""
+    """Send everything; return what engines saw, and the CPU spent idle and with them."""
     async with connected(case, plan, managers) as meta_of:
         for manager in managers:
             async with manager.connected() as wire:
@@ -335,7 +335,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def workload_rows(trace: Trace, plan: Plan, seconds: float, moved: float) -> Iterator[Row]:
-    """Yield what is replayed, and what the extrapolation assumes."""
+    """Yield the sizes of the replay and the assumptions of the extrapolation."""
     fleet = plan.fleet
     case = f"{fleet.engines:,} engines, {fleet.instances} instances, {trace.name}"
     keys = [len(request.keys) for request in plan.requests]

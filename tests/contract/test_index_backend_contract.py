@@ -175,7 +175,7 @@ async def test_samples_are_fair(backend: IndexBackend, history: Callable) -> Non
     await history(backend)
     for size in (1, 16):
         random, counts = Random(2024), Counter[int]()
-        for _ in range((1600 if backend.awaits else 9600) // size):
+        for _ in range((640 if backend.awaits else 9600) // size):
             counts.update(await backend.random_sample(size, random))
         assert set(counts) == set(range(64))
         assert chi_square(range(64), counts) < 113

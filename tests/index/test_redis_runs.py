@@ -559,7 +559,7 @@ async def calls_of(client: RedisClient, of: Callable[[], Awaitable[object]]) -> 
     return dict(await counts() - before)
 
 
-async def test_blocks_that_are_asked_for_as_they_lie_cost_the_server_one_look_a_run(client: RedisClient) -> None:
+async def test_blocks_that_are_asked_for_as_they_lie_cost_the_server_one_lookup_a_run(client: RedisClient) -> None:
     backend, keys = RunsBackend(client, UID, 1), chain(1024)
     await begin(client, backend, run_of(keys))
     read = await calls_of(client, lambda: backend.get_many(keys))

@@ -309,7 +309,7 @@ async def test_what_a_repair_mends_beside_the_records_is_read_again(redis_standa
 
 @pytest.mark.parametrize("tags", [0, 1])
 async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone, tags: int) -> None:
-    """Of blocks, of what is mended beside them, of documents and of the lease; beside the release before, and not."""
+    """Of blocks, of sums that are mended, of documents and of the lease; beside the release before, and not."""
     uri = redis_standalone.uri(f"r{uuid4().hex}")
     async with connected(uri) as client, connected(uri) as another:
         store, other, clock, storages = RedisStore(client), RedisStore(another), FakeClock(), StorageDirectory("c")

@@ -802,7 +802,7 @@ _Item = TypeVar("_Item")
 
 
 class SharedCounts:
-    """The part of a backend that tells what is in Redis without asking for it.
+    """The part of a backend that knows sums and due times of the blocks in Redis without asking.
 
     Args:
         client: the store.

@@ -161,7 +161,7 @@ class RedisAudit:
 
 
 async def scanned_members(client: RedisClient, command: bytes, key: bytes) -> AsyncIterator[list[bytes]]:
-    """Yield what a key holds, page by page; what is there all the time at least once.
+    """Yield what a key holds, page by page; a member that is there all the time at least once.
 
     Args:
         client: the store.

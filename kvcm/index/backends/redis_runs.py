@@ -16,7 +16,7 @@ Keys of one tag share a hash tag, hence a slot of a cluster; `P` is the name of 
     P:w{uid.tag}            there while something changed since a manager last asked to hear of it (`DueSets`)
 
 A change of blocks that can be served is published on the channel `P:k`, with their keys: managers keep answers for no
-others, so what is written new costs the other managers nothing.
+others, so new blocks cost the other managers nothing.
 
 Keys of blocks and ids of runs are 8 bytes, big endian; the high 20 bits of an id are the number of its tag. Invariants:
 
@@ -133,8 +133,8 @@ def channel_of(deployment: str) -> bytes:
 
 
 def noticed_blocks(notice: bytes) -> Mapping[int, Sequence[bytes]]:
-    """Return what was published: keys of blocks, as they are stored, by the uid of their instance. Nothing of what is
-    no notice."""
+    """Return the blocks of a published notice: their keys, as they are stored, by the uid of their instance; nothing of
+    another message."""
     uid, _, keys = notice.partition(b".")
     return {int(uid): _key_list(keys)} if uid.isdigit() and len(keys) % _KEY_BYTES == 0 else {}
 

@@ -1,7 +1,7 @@
 """Sorted sets by due time, one per part of a table or of an index.
 
-A manager that acts on what is due looks many times a second, and mostly nothing is. So it remembers when the earliest
-is due, and asks again when a part changed or that time has come.
+A manager that acts when something is due looks many times a second, and mostly nothing is. So it remembers when the
+earliest is due, and asks again when a part changed or that time has come.
 
 A part that changes all the time must not notify every manager each time. So it has a flag: whoever changes the part
 sets it, a manager that reads the part clears it before, and only a flag that comes or goes is notified of. As long as
@@ -23,7 +23,7 @@ __all__ = ["DueSets"]
 
 
 class DueSets:
-    """What is due in some parts.
+    """The due members of some parts.
 
     Args:
         client: of the servers.
@@ -66,7 +66,7 @@ class DueSets:
         return earliest if revision is not None and revision == self.revision else 0.0
 
     async def expect_changes(self) -> Revision | None:
-        """Have the changes from now on notified of, and return the revision of what is read next."""
+        """Have the changes from now on notified of, and return the revision of the next read."""
         revision = self._notified
         if self._flags and revision is not None and revision != self._cleared:
             await self._client.execute([(b"DEL", flag) for flag in self._flags])

@@ -336,7 +336,7 @@ class RedisStore:
 
     @property
     def flag_prefix(self) -> bytes:
-        """What the names of flags begin with, of tables and of blocks: of use for who acts on what is due."""
+        """The beginning of the names of flags, of tables and of blocks: of use for a manager with duties."""
         return f"{self.client.prefix}:w{{".encode()
 
     def registry_table(self) -> RedisTable:
