@@ -244,7 +244,7 @@ def measured(store: str, before: Path, is_quick: bool) -> list[Row]:
             rows += [
                 script_row(sides, 10 if is_quick else 100),
                 bytes_row(sides, 64, 50 if is_quick else 500),
-                cold_row(sides, 2 if is_quick else 9),
+                cold_row(sides, 2 if is_quick else 3),
             ]
             rows += beside_rows(sides, 64, 100 if is_quick else 1000, 2 if is_quick else 7)
         return rows
