@@ -937,6 +937,16 @@ CHANGES_OF_RECORDS = ["mark", "remove", "move", "copy", "come back"]
 VERBS = [*CHANGES_OF_RECORDS, "cut"]
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [b"", b"7", b".12345678", b"7.1234567", b"-7.12345678", b"x.12345678", "٣.12345678".encode(), b"7" * 5000 + b"."],
+)
+def test_another_message_on_the_channel_is_no_notice(foreign: bytes) -> None:
+    """A callback of invalidations must not raise."""
+    assert noticed_blocks(foreign) == {}
+    assert noticed_blocks(b"7.12345678abcdefgh") == {7: [b"12345678", b"abcdefgh"]}
+
+
 async def test_what_is_new_or_only_lies_elsewhere_costs_the_others_no_notice(pair: Pair) -> None:
     """Many managers may share a store: each would pay for every block that one of them writes."""
     keys = chain(100)

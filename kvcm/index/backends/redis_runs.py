@@ -105,6 +105,7 @@ _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
 _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
 _KEY_BYTES: Final = 8
+_MOST_DIGITS: Final = 19  # of a uid
 _TAG_SHIFT: Final = 44
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -135,8 +136,9 @@ def channel_of(deployment: str) -> bytes:
 def noticed_blocks(notice: bytes) -> Mapping[int, Sequence[bytes]]:
     """Return the blocks of a published notice: their keys, as they are stored, by the uid of their instance; nothing of
     another message."""
-    uid, _, keys = notice.partition(b".")
-    return {int(uid): _key_list(keys)} if uid.isdigit() and len(keys) % _KEY_BYTES == 0 else {}
+    uid, dot, keys = notice.partition(b".")
+    is_one = dot and uid.isdigit() and len(uid) <= _MOST_DIGITS and len(keys) % _KEY_BYTES == 0
+    return {int(uid): _key_list(keys)} if is_one else {}
 
 
 class _Document(NamedTuple):

@@ -134,10 +134,12 @@ class Invalidations:
                 continue
             following = asyncio.create_task(self.run())
             try:
-                while condition():  # noqa: ASYNC110 - it may be one of time
-                    await asyncio.sleep(seconds)
+                while condition() and not following.done():
+                    await asyncio.wait([following], timeout=seconds)
             finally:
                 await end_tasks([following])
+            if not following.cancelled():
+                following.result()  # it ends by an error only
 
     async def _track(self) -> str:
         """Follow all masters until something happens to one of them, and return what."""
