@@ -1,6 +1,6 @@
 """All checks of settings (`check_settings`), and those of the Redis or Valkey that managers share.
 
-The latter concern its version, its policy when it is full, its persistence and its clock.
+The latter concern its version, its policy when it is full, its persistence, its clock and the rights of its user.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvcm.doctor.host import (
     redis_settings,
 )
 from kvcm.doctor.manager import check_storage
+from kvcm.index.backends.redis_runs import channel_of
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.units import format_size
 from kvcm.registry.startup_document import parse_startup_document
@@ -45,11 +46,15 @@ class StoreFacts(NamedTuple):
         info: its INFO.
         save: its setting of snapshots, None if it is not readable.
         ahead_seconds: how far its clock is ahead of ours.
+        channel: of the notices of managers to each other.
+        refusal: why the user may not publish there, "" if it may.
     """
 
     info: Mapping[str, str]
     save: str | None
     ahead_seconds: float
+    channel: str = ""
+    refusal: str = ""
 
 
 def check_shared_store(settings: RedisSettings) -> list[Finding]:
@@ -69,7 +74,7 @@ async def _facts_of(settings: RedisSettings) -> list[Finding]:
             connection = await client.connect(address)
             try:
                 async with asyncio.timeout(max(5.0, settings.timeout_seconds)):
-                    found += findings_of(address, await _read_facts(connection))
+                    found += findings_of(address, await _read_facts(connection, channel_of(client.prefix).decode()))
             finally:
                 await connection.disconnect(nowait=True)
         return found
@@ -77,7 +82,7 @@ async def _facts_of(settings: RedisSettings) -> list[Finding]:
         await client.close()
 
 
-async def _read_facts(connection: Connection) -> StoreFacts:
+async def _read_facts(connection: Connection, channel: str) -> StoreFacts:
     info = _info(await _query(connection, "INFO"))
     before = time.time()
     seconds, microseconds = await _query(connection, "TIME")
@@ -87,7 +92,16 @@ async def _read_facts(connection: Connection) -> StoreFacts:
         save = pair[1].decode() if len(pair) == 2 else None
     except ResponseError:  # hosted servers do not allow CONFIG
         save = None
-    return StoreFacts(info, save, ahead)
+    return StoreFacts(info, save, ahead, channel, await _refusal(connection, channel))
+
+
+async def _refusal(connection: Connection, channel: str) -> str:
+    """Publish what managers take for no notice; return why that is not allowed."""
+    try:
+        await _query(connection, "PUBLISH", channel, "")
+    except ResponseError as error:
+        return str(error)
+    return ""
 
 
 async def _query(connection: Connection, *command: str) -> Any:
@@ -108,6 +122,13 @@ def findings_of(address: Address, facts: StoreFacts) -> Iterator[Finding]:
     yield _persistence(address, facts)
     if info.get("rdb_last_bgsave_status") == "err" or info.get("aof_last_write_status") == "err":
         yield fail(_CHECK, f"{address} failed to save", "look into its log: its disk may be full")
+    if facts.refusal:
+        yield fail(
+            _CHECK,
+            f"{address} lets its user publish nothing on the channel {facts.channel} ({facts.refusal}): managers cache "
+            "nothing, and cannot evict",
+            f"run `redis-cli acl setuser USER '&{facts.channel}'`, and put it into its ACL file",
+        )
     yield check_skew(f"redis {address}", facts.ahead_seconds)
 
 

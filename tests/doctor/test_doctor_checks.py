@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import NamedTuple
+from uuid import uuid4
 
 import pytest
 from ports import free_port
@@ -352,6 +353,20 @@ def test_a_real_server_is_asked(redis_standalone: Standalone) -> None:
         finally:
             admin.config_set("maxmemory-policy", before)
     assert any("maxmemory-policy allkeys-lru" in text for text in texts)
+
+
+def test_a_user_that_may_not_publish_is_reported(redis_standalone: Standalone) -> None:
+    name = f"limited-{uuid4().hex}"
+    uri = redis_standalone.uri("prod").replace("redis://", f"redis://{name}:secret@")
+    with redis_standalone.server.admin() as admin:
+        admin.execute_command("ACL", "SETUSER", name, "on", ">secret", "~*", "+@all", "resetchannels")
+        (refused,) = [each for each in check_shared_store(parse_redis_uri(uri)) if "publish" in each.found]
+        assert refused.level is Level.FAIL
+        assert "channel prod:k" in refused.found
+        assert refused.advice == "run `redis-cli acl setuser USER '&prod:k'`, and put it into its ACL file"
+        admin.execute_command("ACL", "SETUSER", name, "&prod:*")
+        assert not [each for each in check_shared_store(parse_redis_uri(uri)) if "publish" in each.found]
+        admin.execute_command("ACL", "DELUSER", name)
 
 
 def test_a_server_that_is_not_there_is_a_failure() -> None:
