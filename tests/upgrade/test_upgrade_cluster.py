@@ -28,6 +28,7 @@ _THOROUGH = os.environ.get("KVCM_TESTS") == "thorough"
 _MANAGERS = 3 if _THOROUGH else 2
 _ROUNDS = 3  # of every client, between two replacements
 _PATIENCE_SECONDS = 60.0
+_RECONNECT_SECONDS = 2.5  # for which a client may leave a manager alone that was away (connectors/client.py), at most
 _CAPACITY_BYTES = 1 << 40
 _BLOCKS = 16
 
@@ -117,13 +118,16 @@ class Cluster:
         return [*self.load.wrong, *(text for roamer in self.roamers for text in roamer.wrong)]
 
     async def get_on(self) -> None:
-        """Return when all clients have worked for a while with the managers as they are."""
+        """Return when all clients have worked for a while with the managers as they are, and may use any of them."""
         workers = [*self.clients, *self.roamers]
         goals = [worker.rounds + _ROUNDS for worker in workers]
-        await self.until(
-            lambda: bool(self.wrong) or all(w.rounds >= g for w, g in zip(workers, goals, strict=True)),
-            "clients get on",
-        )
+        since = time.monotonic()
+
+        def have_got_on() -> bool:
+            are_there = all(worker.rounds >= goal for worker, goal in zip(workers, goals, strict=True))
+            return are_there and time.monotonic() >= since + _RECONNECT_SECONDS
+
+        await self.until(lambda: bool(self.wrong) or have_got_on(), "clients get on")
         assert self.wrong == []
 
     async def become(self, code: Path | None) -> None:
