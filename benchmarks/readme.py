@@ -157,6 +157,41 @@ def overload_table(rows: Rows) -> list[str]:
     return costs_table([row for row in rows if not row["case"].partition(": ")[2].startswith("afterwards, ")])
 
 
+def fleet_table(rows: Rows) -> list[str]:
+    """A row per way to spread a fleet over managers, of benchmarks/fleet.py."""
+    figures = {(row["case"], row["metric"]): row for row in rows}
+    per_request, paced = "CPU of managers and Redis per request", "CPU of managers and Redis per request, at one pace"
+    cases = [case for case, metric in figures if metric == per_request]
+
+    def value(case: str, metric: str) -> float:
+        return float(figures[case, metric]["value"])
+
+    def beside_one(case: str) -> str:
+        of_case = (row for (name, metric), row in figures.items() if name == case and metric.startswith(paced))
+        row = next(of_case, None)
+        return "" if row is None else f"{row['ratio']:.2f}"
+
+    def cells(case: str) -> list[str]:
+        full = f"{case}, full fleet, extrapolated"
+        lookup = "GetCacheLocation at the slowed rate"
+        return [
+            case,
+            f"{value(case, 'CPU of managers per request') / 1000:.1f} + "
+            f"{value(case, 'CPU of Redis per request') / 1000:.1f} ms",
+            beside_one(case),
+            f"{value(case, f'{lookup}, p50'):.1f}, {value(case, f'{lookup}, p99'):.0f} ms",
+            f"{value(full, 'cores of all managers'):.0f} + {value(full, 'cores of Redis'):.1f}",
+            f"{value(case, 'calls that failed'):.0f}",
+        ]
+
+    header = [
+        "| fleet on | CPU of a request, managers + Redis | beside one manager | lookup at the slowed rate, p50, p99 | "
+        "cores of the full fleet, managers + Redis | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    return header + [f"| {' | '.join(cells(case))} |" for case in cases]
+
+
 def claims_table(_: Rows) -> list[str]:
     """A row for each file of results: what its script claims, and how many of its rows have a target and miss it."""
     lines = ["| what is claimed | script | figures | wanted | missed |", "|---|---|---|---|---|"]
@@ -236,6 +271,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/performance.md", "soak", "soak.json", judged_table),
     ("docs/performance.md", "overload", "overload.json", overload_table),
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
+    ("docs/performance.md", "fleet", "fleet.json", fleet_table),
     ("docs/performance.md", "claims", "", claims_table),
     ("docs/performance.md", "missed", "", missed_table),
     ("docs/gameday/index.md", "games", "", games_table),
