@@ -27,7 +27,7 @@ import msgspec
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.codec import STAMP_SIZE, StampedRecord, decode_header, header_of, new_stamp
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed, pack_keys, split_keys
+from kvcm.model.keys import join_keys, mixed, pack_keys, split_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location
 
 __all__ = [
@@ -64,7 +64,7 @@ def encode_headers(locations: Sequence[Location]) -> bytes:
 
 def encode_run(run: BlockRun) -> bytes:
     """Return a run of at most `MOST_BLOCKS` blocks, with a new stamp."""
-    keys = b"".join(pack_keys(run.keys))
+    keys = join_keys(run.keys)
     if run.parent is None:
         head, depths = _NO_PARENT, [_HEADLESS | run.depth, *range(run.depth + 1, run.depth + len(run.keys))]
     else:
@@ -78,7 +78,7 @@ def encode_blocks(keys: Sequence[int], records: Sequence[BlockRecord]) -> bytes:
     parents = pack_keys([record[0] or 0 for record in records])
     depths = [record[1] | (_HEADLESS if record[0] is None else 0) for record in records]
     bodies = [_body_of(record[2]) for record in records]
-    return _joined(b"".join(pack_keys(keys)), b"".join(parents), depths, encode_headers(records[0][2]), bodies)
+    return _joined(join_keys(keys), b"".join(parents), depths, encode_headers(records[0][2]), bodies)
 
 
 def _joined(keys: bytes, parents: bytes, depths: Sequence[int], headers: bytes, bodies: Sequence[bytes]) -> bytes:

@@ -25,6 +25,7 @@ __all__ = [
     "BlockKey",
     "BlockMask",
     "block_keys_from_tokens",
+    "cut_keys",
     "encode_keys",
     "join_keys",
     "key_hex",
@@ -164,12 +165,23 @@ def pack_keys(keys: Sequence[int]) -> Sequence[bytes]:
     """Return what stores hold for mixed keys: 8 bytes each, big endian, as they were before they were mixed."""
     if len(keys) <= _FEW:
         return [unmixed_key(key).to_bytes(_KEY_BYTES, signed=True) for key in keys]
-    return _cut_every_8_bytes(len(keys)).unpack(unmixed_array(keys).byteswap(True).tobytes())
+    return cut_keys(join_keys(keys))
 
 
 def join_keys(keys: Sequence[int]) -> bytes:
-    """Return what `pack_keys` returns, one after the other, without an object per key."""
+    """Return what `pack_keys` returns, one after the other."""
+    if len(keys) <= _FEW:
+        return b"".join(pack_keys(keys))
     return unmixed_array(keys).byteswap(True).tobytes()
+
+
+def cut_keys(joined: bytes) -> Sequence[bytes]:
+    """Return what `pack_keys` returns for the keys that `join_keys` was given.
+
+    Raises:
+        struct.error: they have not 8 bytes each.
+    """
+    return _cut_every_8_bytes(len(joined) // _KEY_BYTES).unpack(joined)
 
 
 def unpack_keys(members: Iterable[bytes]) -> list[int]:

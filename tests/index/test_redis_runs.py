@@ -944,7 +944,7 @@ VERBS = [*CHANGES_OF_RECORDS, "cut"]
 def test_another_message_on_the_channel_is_no_notice(foreign: bytes) -> None:
     """A callback of invalidations must not raise."""
     assert noticed_blocks(foreign) == {}
-    assert noticed_blocks(b"7.12345678abcdefgh") == {7: [b"12345678", b"abcdefgh"]}
+    assert noticed_blocks(b"7.12345678abcdefgh") == {7: (b"12345678", b"abcdefgh")}
 
 
 async def test_what_is_new_or_only_lies_elsewhere_costs_the_others_no_notice(pair: Pair) -> None:

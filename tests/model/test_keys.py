@@ -18,6 +18,7 @@ from kvcm.model.keys import (
     NO_MASK,
     BlockMask,
     block_keys_from_tokens,
+    cut_keys,
     encode_keys,
     join_keys,
     key_hex,
@@ -168,6 +169,7 @@ def test_stores_hold_the_plain_keys_in_big_endian(keys: list[int]) -> None:
     assert list(packed) == [key.to_bytes(8, "big", signed=True) for key in keys]
     assert unpack_keys(packed) == mixed(keys)
     assert join_keys(mixed(keys)) == b"".join(packed)
+    assert list(cut_keys(b"".join(packed))) == list(packed)
     assert split_keys(b"".join(packed)) == mixed(keys)
 
 

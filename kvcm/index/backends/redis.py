@@ -66,7 +66,7 @@ from kvcm.index.codec import (
 )
 from kvcm.index.locking import shards_of
 from kvcm.model.errors import KvcmError
-from kvcm.model.keys import mixed, pack_keys, unpack_keys
+from kvcm.model.keys import join_keys, mixed, pack_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
@@ -687,7 +687,7 @@ class _ShardWrite:
     def _arguments(self) -> list[bytes]:
         relations = (self._leaving, self._coming)
         packed = _encode((self._scores, self._dues, *relations, self.sums.fields, self.sums.triples))
-        parents = (b"".join(pack_keys(self._parents_left)), b"".join(pack_keys(self._parents_joined)))
+        parents = (join_keys(self._parents_left), join_keys(self._parents_joined))
         with timed("meta_searcher.index_serialize_time_us"):
             records = [b"" if change.new is None else encode_record(change.new) for change in self.changes]
         measure("meta_indexer.io_data_size", sum(map(len, records)))

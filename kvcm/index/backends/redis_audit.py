@@ -20,7 +20,7 @@ from kvcm.index.backends.redis import KEY, RELATION, RETIRED, ShardKeys, first_s
 from kvcm.index.codec import STAMP_SIZE, decode_record
 from kvcm.index.run_codec import keys_of
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed, pack_keys, unpack_keys
+from kvcm.model.keys import join_keys, mixed, pack_keys, unpack_keys
 from kvcm.store.redis.client import Argument, Command, RedisClient, Script, ScriptCall
 
 __all__ = ["LostRuns", "RedisAudit", "StoredBlocks", "claims_of", "relations_of", "scanned_members"]
@@ -126,7 +126,7 @@ class RedisAudit:
         due = repr(float(record.due)) if record is not None and record.due is not None else ""
         parent = record.parent if record is not None else None
         wrong = pack_keys([other for other in view.parents if other != parent])
-        joined = b"".join(pack_keys([parent] if parent is not None else []))
+        joined = join_keys([parent] if parent is not None else [])
         keys = [names.order, names.children, names.pending, names.block(view.key)]
         shift = RETIRED if is_retired(score) else 0
         arguments: list[Argument] = [view.version or _ABSENT, score, due, joined, b"".join(wrong), shift]
@@ -155,7 +155,7 @@ class RedisAudit:
         pairs = list(requested)
         if not pairs:
             return {}
-        members = (b"".join(pack_keys(pair)) for pair in pairs)
+        members = map(join_keys, pairs)
         (scores,) = await self._client.execute([(b"ZMSCORE", names.children, *members)])
         return claims_of(pair for pair, score in zip(pairs, scores, strict=True) if score is not None)
 

@@ -85,7 +85,7 @@ from kvcm.index.run_codec import (
     encode_run,
     new_run_stamp,
 )
-from kvcm.model.keys import join_keys, mixed, pack_keys, unpack_keys
+from kvcm.model.keys import cut_keys, join_keys, mixed, pack_keys, split_keys, unpack_keys
 from kvcm.model.locations import BlockRecord, BlockRun, LocationStatus, StorageKey
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
@@ -138,7 +138,7 @@ def noticed_blocks(notice: bytes) -> Mapping[int, Sequence[bytes]]:
     another message."""
     uid, dot, keys = notice.partition(b".")
     is_one = dot and uid.isdigit() and len(uid) <= _MOST_DIGITS and len(keys) % _KEY_BYTES == 0
-    return {int(uid): _key_list(keys)} if is_one else {}
+    return {int(uid): cut_keys(keys)} if is_one else {}
 
 
 class _Document(NamedTuple):
@@ -255,7 +255,7 @@ class RunsBackend(SharedCounts):
 
     async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
         """Return the runs with blocks of these keys."""
-        left = [(tag, members) for tag, _, members in self._joined_parts(keys, _MOST_KEYS_PER_READ)]
+        left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
         values: list[bytes] = []
         while left:
             answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], [some]) for tag, some in left])
@@ -302,12 +302,13 @@ class RunsBackend(SharedCounts):
         keys: dict[bytes, bytes] = {}
         for (_, part), answer in zip(parts, answers, strict=True):
             keys.update(zip(part, answer, strict=True))
-        return _unpacked(b"".join([keys[each] for each in ids if each in keys]))[:most]
+        return split_keys(b"".join([keys[each] for each in ids if each in keys]))[:most]
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         found: list[Access | None] = [None] * len(keys)
         parts = list(self._parts(keys, _MOST_KEYS_PER_READ))
-        answers = await self._run([ScriptCall(PLACES, [tag.order, tag.places], members) for tag, _, members in parts])
+        calls = [ScriptCall(PLACES, [tag.order, tag.places], cut_keys(joined)) for tag, _, joined in parts]
+        answers = await self._run(calls)
         for (_, positions, _), scores in zip(parts, answers, strict=True):
             for position, score in zip(positions, scores, strict=True):
                 found[position] = None if score is None else access_of(float(score))
@@ -354,7 +355,7 @@ class RunsBackend(SharedCounts):
 
     async def _pages(self, tag: TagKeys, keys: bytes, batch_size: int) -> AsyncIterator[list[int]]:
         """Yield keys in batches; of those after the first only what still is there."""
-        members = _key_list(keys)
+        members = cut_keys(keys)
         for number, batch in enumerate(_cut(members, batch_size)):
             if number:
                 (ids,) = await self._client.execute([(b"HMGET", tag.places, *batch)])
@@ -463,7 +464,7 @@ class RunsBackend(SharedCounts):
                 document = _Document(
                     expected, False, headers, new_run_stamp(), score, due, {}, was_resident, new_bodies
                 )
-                yield tag, _Group(keys, 0, b"".join(pack_keys(keys)), document)
+                yield tag, _Group(keys, 0, join_keys(keys), document)
 
     def _calls(self, tag: int, groups: Sequence[_Group], script: Script | None = None) -> Iterator[_TagChange]:
         """Yield the calls that change groups of one tag."""
@@ -508,7 +509,7 @@ class RunsBackend(SharedCounts):
             # Reads are recorded tail first, runs lie head first: that is how the script looks blocks up fastest.
             keys.reverse()
             calls = []
-            for tag, positions, members in self._joined_parts(keys, _MOST_BLOCKS_PER_CALL):
+            for tag, positions, members in self._parts(keys, _MOST_BLOCKS_PER_CALL):
                 reads = _encode([counts[keys[i]] for i in positions] if only is None else only)
                 calls.append(ScriptCall(script, tag, [int(at), how, members, reads, _MOST_RUNS_CUT]))
             keys = unpack_keys(key for left in await self._run(calls) for key in left)
@@ -532,15 +533,8 @@ class RunsBackend(SharedCounts):
             groups[tag].append(position)
         return groups
 
-    def _parts(self, keys: Sequence[int], most: int) -> Iterator[tuple[TagKeys, Sequence[int], Sequence[bytes]]]:
-        """Yield tags with positions of keys for one call, and the keys as the server has them."""
-        members = pack_keys(keys)
-        for tag, positions in self._by_tag(keys).items():
-            for part in _cut(positions, most):
-                yield self._tags[tag], part, [members[i] for i in part]
-
-    def _joined_parts(self, keys: Sequence[int], most: int) -> Iterator[tuple[TagKeys, Sequence[int], bytes]]:
-        """Do `_parts`, with the keys one after the other."""
+    def _parts(self, keys: Sequence[int], most: int) -> Iterator[tuple[TagKeys, Sequence[int], bytes]]:
+        """Yield tags with positions of keys for one call, and the keys as the server has them, one after the other."""
         joined = join_keys(keys)
         for tag, positions in self._by_tag(keys).items():
             of_tag = joined
@@ -620,20 +614,12 @@ def _group(kind: tuple[Any, ...], changes: Sequence[Change]) -> _Group:
     if is_run:
         content = encode_blocks(keys, [change.new for change in changes if change.new is not None])
     else:
-        content = b"".join(pack_keys(keys))
+        content = join_keys(keys)
     new_headers = b"" if new is None else None if is_run else encode_headers(new[2])
     stamp = b"" if is_run or new is None else new_run_stamp()
     was_resident = old is not None and is_resident(old)
     document = _Document(expected, is_run, new_headers, stamp, new_score(old, new), due, sums, was_resident)
     return _Group(keys, (new is not None) - (old is not None), content, document)
-
-
-def _unpacked(keys: bytes) -> list[int]:
-    return unpack_keys(_key_list(keys))
-
-
-def _key_list(keys: bytes) -> list[bytes]:
-    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
 
 
 def _every_other(relations: bytes) -> list[int]:

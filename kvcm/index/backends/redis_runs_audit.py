@@ -18,7 +18,7 @@ from kvcm.index.backends.redis_runs import TagKeys
 from kvcm.index.codec import STAMP_SIZE, StampedRecord
 from kvcm.index.run_codec import decode_runs
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import pack_keys, unpack_keys
+from kvcm.model.keys import cut_keys, join_keys, pack_keys, split_keys, unpack_keys
 from kvcm.store.redis.client import Argument, RedisClient, ScriptCall
 
 __all__ = ["RunsAudit"]
@@ -57,7 +57,7 @@ class RunsAudit:
         async for members in scanned_members(self._client, b"ZSCAN", names.order):
             for some in _cut(members[::2], _KEYS_PER_CALL):
                 (found,) = await self._client.run([ScriptCall(KEYS, [names.runs], some)])
-                for batch in _cut(_cut_bytes(b"".join(found)), BATCH_KEYS):
+                for batch in _cut(cut_keys(b"".join(found)), BATCH_KEYS):
                     yield dict.fromkeys(unpack_keys(batch), _NO_PARENTS)
 
     async def unlisted(self, shard: int) -> AsyncIterator[Claims]:
@@ -86,7 +86,7 @@ class RunsAudit:
         names = self._names[shard]
         views: list[StoredBlock] = []
         for part in _cut(list(claims), _KEYS_PER_CALL):
-            others = [b"".join(pack_keys(sorted(claims[key]))) for key in part]
+            others = [join_keys(sorted(claims[key])) for key in part]
             hints = [self._hint(key) for key in part]
             keys = [names.order, names.children, names.pending, names.places, names.runs]
             arguments = [each for row in zip(pack_keys(part), hints, others, strict=True) for each in row]
@@ -186,7 +186,7 @@ class _Records:
             version=version,
             is_listed=is_listed,
             due=None if due is None else float(due),
-            parents=frozenset(unpack_keys(_cut_bytes(parents))),
+            parents=frozenset(split_keys(parents)),
             is_evictable=is_evictable,
         )
 
@@ -200,10 +200,6 @@ class _Records:
             except StorageIOError as error:
                 self._decoded[run] = str(error)
         return self._decoded[run]
-
-
-def _cut_bytes(text: bytes) -> list[bytes]:
-    return [text[at : at + 8] for at in range(0, len(text), 8)]
 
 
 def _cut(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -3,8 +3,8 @@
 A manager that acts when something is due looks many times a second, and mostly nothing is. So it remembers when the
 earliest is due, and asks again when a part changed or that time has come.
 
-A part that changes all the time must not notify every manager each time. So it has a flag: whoever changes the part
-sets it, a manager that reads the part clears it before, and only a flag that comes or goes is notified of. As long as
+A part that changes all the time must not notify every manager each time. So it has a flag: every change of the part
+sets it, a manager clears it before it reads the part, and only a flag that comes or goes is notified of. As long as
 nothing was notified since this manager cleared it, nothing changed.
 """
 
