@@ -524,6 +524,19 @@ async def test_notices_arrive_whichever_server_publishes_them(kind: str, request
         assert (listener.keys, listener.resets) == (set(), 1)
 
 
+async def test_an_error_while_following_ends_what_follows_on_a_condition(redis_standalone: Standalone) -> None:
+    """It is restarted and logged then; otherwise nothing would be followed any more."""
+
+    def broken() -> None:
+        raise ValueError("broken")
+
+    async with connected(redis_standalone.uri(uuid4().hex)) as client:
+        invalidations = Invalidations(client, [b"p:"], lambda _keys: None, broken)
+        async with asyncio.timeout(WAIT_SECONDS):
+            with pytest.raises(ValueError, match="broken"):
+                await invalidations.run_while(lambda: True, 0.01)
+
+
 @pytest.mark.usefixtures("no_pings")
 async def test_a_user_that_may_not_subscribe_is_named_the_channels_that_it_needs(tmp_path: Path) -> None:
     with standalone(tmp_path) as servers:

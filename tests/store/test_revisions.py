@@ -34,6 +34,7 @@ from kvcm.storage.directory import StorageDirectory
 from kvcm.store.memory import MemoryTable
 from kvcm.store.redis import tracking
 from kvcm.store.redis.client import Command, RedisClient
+from kvcm.store.redis.eviction_watch import EvictionWatch
 from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.store import RedisLease, RedisStore, RedisTable
 from kvcm.store.redis.tracking import Invalidations, Revisions, owner_of
@@ -316,7 +317,8 @@ async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone, t
         usage = SharedLedger(QuotaCounters(client), "n")
         registry, lease = Registry(storages, tags=tags), RedisLease(client, store.revisions)
         cache = CacheManager(registry, storages, clock, store=store, usage=usage)
-        metadata = Metadata("redis", store, lambda _: MemoryBackend(), lease, usage, client=client)
+        eviction = EvictionWatch(client, store.table("losses"))
+        metadata = Metadata("redis", store, lambda _: MemoryBackend(), lease, usage, client=client, eviction=eviction)
         wakes = WakeBroadcast(store.table("wakes"), lambda: None, lambda: True)
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         assert sharing is not None
@@ -352,6 +354,11 @@ async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone, t
         await write(their_runs, 2, None)
         await until(lambda: forgotten)
         assert [*forgotten[-1]] == [UID]
+        resets = list[str]()
+        cached.invalidate_all = lambda: resets.append("all")  # type: ignore[method-assign]
+        for listener in eviction.listeners:
+            listener(1)
+        assert resets == ["all"], "blocks that a server drops are published by none"
         leads.clear()
         await until(lambda: not sharing.flags.is_live)
         for task in running:
