@@ -224,6 +224,7 @@ class Manager:
             store, table = metadata.store, metadata.registry_table
             if metadata.guard is not None:
                 await metadata.guard.open()
+                await metadata.check_block_stores()
             elif metadata.journal is not None:
                 await metadata.journal.open()
             schema = await ensure_schema(table, store.flush, metadata.first_schema)
@@ -242,6 +243,7 @@ class Manager:
                 uses=store.table("uses"),
                 listener=audit.changed,
                 tags=metadata.tags_with(schema),
+                block_stores=metadata.tags_in_block_stores,
             )
             await registry.load()
             await ensure_admin_key(registry, settings)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -22,9 +22,11 @@ import structlog
 
 from kvcm.cache.drains import StorageDrains
 from kvcm.cache.finish_notes import FinishNotes
+from kvcm.cache.instance_cache import OpenCaches
 from kvcm.cache.manager import CacheManager, GarbageSource
 from kvcm.cache.quotas import Ledger, MetadataDisk, SharedLedger, UsageLedger
 from kvcm.cache.removal import PoolPurges, Remover
+from kvcm.cache.store_moves import OpenRuns, StoreMoves
 from kvcm.cache.usage_recount import UsageRecount
 from kvcm.config import ConfigError, Settings
 from kvcm.index.backends.backend import IndexBackend
@@ -47,6 +49,7 @@ from kvcm.reclaim.scrub import PoolLeaks, StorageScrubber
 from kvcm.reclaim.storage_times import StorageTimes
 from kvcm.reclaim.verification import StorageVerification
 from kvcm.registry.audit_trail import AuditTrail
+from kvcm.registry.block_stores import BlockStore
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.loss_journal import LossJournal
 from kvcm.registry.registry import FIRST_SCHEMA, NEWEST_SCHEMA, SCHEMA_OF_RUNS, Registry, Schema
@@ -73,7 +76,7 @@ from kvcm.store.reserve import MetadataReserve
 from kvcm.store.rocks import RocksStore
 from kvcm.store.rocks_check import DamagedStoreError
 from kvcm.store.rocks_repair import Found, read_repairs, repair_database, survey_database
-from kvcm.store.store import Lease, Store, StoreHealth, Table
+from kvcm.store.store import Lease, Store, StoreGate, StoreHealth, Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.logs import AuditLog
 from kvcm.telemetry.metrics import Histogram
@@ -111,6 +114,8 @@ class Metadata:
         guard: the registry's table of a shared store, None without one.
         eviction: whether the servers of a shared store drop keys, None without one.
         tags: of instances that are registered with a schema of runs (`Placement.tags`); 0 where a store has no runs.
+        block_stores: further stores for blocks, by name.
+        open_runs: opens the records of an instance for a move; None where there are no further stores.
         closers: further connections to close.
     """
 
@@ -124,6 +129,8 @@ class Metadata:
     eviction: EvictionWatch | None = None
     journal: LossJournal | None = None
     tags: int = 0
+    block_stores: Mapping[str, BlockStore] = field(default_factory=dict)
+    open_runs: OpenRuns | None = None
     closers: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
     @property
@@ -135,6 +142,16 @@ class Metadata:
     def tags_with(self, schema: Schema) -> int:
         """Return the tags of instances that are registered in a store of a schema."""
         return self.tags if schema.number >= SCHEMA_OF_RUNS else 0
+
+    @property
+    def tags_in_block_stores(self) -> Mapping[str, int]:
+        """Tags of instances in each further store."""
+        return {name: each.tags for name, each in self.block_stores.items()}
+
+    async def check_block_stores(self) -> None:
+        """Find out which further stores can be used; the others are closed, and tried again by the next call."""
+        assert self.journal is not None
+        await asyncio.gather(*(each.check(self.journal.deployment) for each in self.block_stores.values()))
 
     @property
     def registry_table(self) -> Table:
@@ -164,10 +181,11 @@ class Metadata:
         )
         if self.client is None or self.guard is None or self.eviction is None:
             return known
+        stores = self.block_stores.values()
         return replace(
             known,
-            closed=self.client.gate.closed,
-            evicts=self.eviction.trouble,
+            closed="; ".join(filter(None, (self.client.gate.closed, *(each.trouble for each in stores)))),
+            evicts="; ".join(filter(None, (self.eviction.trouble, *(each.eviction.trouble for each in stores)))),
             restorations=self.guard.restored,
             new_servers=self.guard.new_servers,
         )
@@ -234,7 +252,12 @@ async def open_metadata(
         patient = max(redis.timeout_seconds, least_timeout_seconds)
         place = sha256(f"{redis.addresses} {redis.database} {redis.cluster_name}".encode()).hexdigest()[:16]
         beside = Path(settings.data_dir) / f"redis-{place}.times" if settings.data_dir else None
-        metadata = await _in_redis(replace(redis, timeout_seconds=patient), clock, beside)
+        further = [(name, _redis_settings("kvcm.store.block_stores", uri)) for name, uri in settings.block_stores]
+        named = {
+            name: replace(each, timeout_seconds=max(each.timeout_seconds, least_timeout_seconds))
+            for name, each in further
+        }
+        metadata = await _in_redis(replace(redis, timeout_seconds=patient), named, clock, beside)
     elif (directory := local_directory(settings)) is not None:
         metadata = await asyncio.to_thread(_in_rocksdb, settings, directory, clock, progress, on_failure)
         assert metadata.journal is not None
@@ -319,12 +342,29 @@ def _opened_rocksdb(
     )
 
 
-async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> Metadata:
+def _tags_in(client: RedisClient) -> int:
+    return _TAGS_IN_CLUSTER if client.is_cluster else 1
+
+
+def _block_stores(settings: Mapping[str, RedisSettings], times: dict[str, Histogram]) -> dict[str, BlockStore]:
+    stores = {}
+    for name, each in settings.items():
+        client = RedisClient.of(each)
+        client.times = times
+        stores[name] = BlockStore(name, client, _tags_in(client))
+    return stores
+
+
+async def _in_redis(
+    redis: RedisSettings, further: Mapping[str, RedisSettings], clock: Clock, beside: Path | None
+) -> Metadata:
     client = RedisClient.of(redis)
-    store = RedisStore(client)
+    block_stores = _block_stores(further, client.times)
+    store = RedisStore(client, others={name: each.store for name, each in block_stores.items()})
     eviction = EvictionWatch(client, store.table("losses"))
     guard = StoreGuard(store.registry_table(), client.gate, clock, journal := LossJournal(clock, store, beside))
-    eviction.listeners.append(journal.note_evicted)
+    for each in (eviction, *(each.eviction for each in block_stores.values())):
+        each.listeners.append(journal.note_evicted)
     try:
         await client.check()
         await eviction.check()
@@ -333,9 +373,19 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         raise
 
     def new_backend(placement: Placement) -> IndexBackend:
-        if placement.tags:
-            return RunsBackend(client, placement.uid, placement.tags, store.flags)
-        return RedisBackend(client, placement.uid, placement.shard_count, store.revisions)
+        if not placement.store and not placement.tags:
+            return RedisBackend(client, placement.uid, placement.shard_count, store.revisions)
+        of = store.others.get(placement.store) if placement.store else store
+        if of is None:
+            text = (
+                f"the instance's blocks are in store {placement.store!r}, and kvcm.store.block_stores of this manager "
+                f"names {sorted(block_stores)} only"
+            )
+            return RunsBackend(client.gated(StoreGate(closed=text)), placement.uid, placement.tags)
+        return RunsBackend(of.client, placement.uid, placement.tags, of.flags)
+
+    def open_runs(name: str, uid: int, tags: int, move: int) -> RunsBackend:
+        return RunsBackend(store.others[name].client if name else client, uid, tags, move=move)
 
     # Not the node's id: that may be configured, and every start numbers its reports from 0 again.
     usage = SharedLedger(QuotaCounters(client), secrets.token_hex(8))
@@ -349,7 +399,9 @@ async def _in_redis(redis: RedisSettings, clock: Clock, beside: Path | None) -> 
         guard=guard,
         eviction=eviction,
         journal=journal,
-        tags=_TAGS_IN_CLUSTER if client.is_cluster else 1,
+        tags=_tags_in(client),
+        block_stores=block_stores,
+        open_runs=open_runs if block_stores else None,
     )
 
 
@@ -405,6 +457,7 @@ _NOTES_SECONDS = 1.0
 _WHOLE_NOTES_SECONDS = 60.0
 _LAST_CHECK_SECONDS = 2.0  # a store that is away does not keep a manager from its end
 _LAST_NOTES_SECONDS = 5.0  # nor a storage that hangs
+_BLOCK_STORES_SECONDS = 1.0
 _UNVERIFIED_SECONDS = 0.5  # an import waits for several of it
 
 
@@ -426,32 +479,29 @@ class WritePressure:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
-    """The components of a manager whose store other managers use, too.
+class StoreFollower:
+    """Follows one store.
 
     Attributes:
+        name: of the store; "" for the one that has the registry.
         invalidations: changes by other managers, for the search caches.
         flags: of what may be due, for a manager that leads.
-        ledger: reports usage to the other managers.
-        recount: corrects usage that managers did not report before they died.
-        wakes: wakes the leader's reclaimer.
     """
 
+    name: str
     invalidations: Invalidations
     flags: Invalidations
-    ledger: SharedLedger
-    recount: UsageRecount
-    wakes: WakeBroadcast
 
     @classmethod
-    def of(
-        cls, metadata: Metadata, registry: Registry, cache: CacheManager, wakes: WakeBroadcast, clock: Clock
-    ) -> Sharing | None:
-        """Return the components that a shared store needs, None for a store of this manager alone."""
-        store = metadata.store
-        if not isinstance(store, RedisStore) or not isinstance(metadata.usage, SharedLedger):
-            return None
-        keys, caches, revisions = BlockKeys(store.client.prefix), cache.open_caches, store.revisions
+    def of(cls, store: RedisStore, caches: OpenCaches, *, have_flags: bool) -> StoreFollower:
+        """Return what follows a store, and says to its `Revisions` whether it does.
+
+        Args:
+            store: one of several.
+            caches: of all instances.
+            have_flags: whether all managers set flags.
+        """
+        keys, revisions = BlockKeys(store.client.prefix), store.revisions
 
         def invalidate(names: Sequence[bytes]) -> None:
             others = [name for name in names if not name.startswith(keys.prefix)]
@@ -461,22 +511,57 @@ class Sharing:
 
         def invalidate_all() -> None:
             revisions.reset()
-            caches.invalidate_all()
+            caches.invalidate_all(store.name)
 
         invalidations = Invalidations(
             store.client,
-            (keys.prefix, *store.notified_prefixes(have_flags=registry.tags > 0)),
+            (keys.prefix, *store.notified_prefixes(have_flags=have_flags)),
             invalidate,
             invalidate_all,
             channel=channel_of(store.client.prefix),
             on_notice=lambda notice: caches.invalidate(noticed_blocks(notice)),
         )
-        if metadata.eviction is not None:
-            metadata.eviction.listeners.append(lambda _keys: caches.invalidate_all())
         revisions.is_live = lambda: invalidations.is_live
         flags = Invalidations(store.client, [store.flag_prefix], store.flags.record, store.flags.reset)
         store.flags.is_live = lambda: flags.is_live
-        return cls(invalidations, flags, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
+        return cls(store.name, invalidations, flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The components of a manager whose store other managers use, too.
+
+    Attributes:
+        followers: of every store, that of the registry first.
+        ledger: reports usage to the other managers.
+        recount: corrects usage that managers did not report before they died.
+        wakes: wakes the leader's reclaimer.
+    """
+
+    followers: Sequence[StoreFollower]
+    ledger: SharedLedger
+    recount: UsageRecount
+    wakes: WakeBroadcast
+
+    @classmethod
+    def of(
+        cls, metadata: Metadata, registry: Registry, cache: CacheManager, wakes: WakeBroadcast, clock: Clock
+    ) -> Sharing | None:
+        """Return the components that a shared store needs, None for a store of this manager alone."""
+        store, caches = metadata.store, cache.open_caches
+        if not isinstance(store, RedisStore) or not isinstance(metadata.usage, SharedLedger):
+            return None
+        followers = [
+            StoreFollower.of(each, caches, have_flags=registry.tags > 0) for each in (store, *store.others.values())
+        ]
+        watches = [metadata.eviction, *(each.eviction for each in metadata.block_stores.values())]
+        for watch in filter(None, watches):
+            watch.listeners.append(lambda _keys: caches.invalidate_all())
+        return cls(followers, metadata.usage, UsageRecount(registry, caches, metadata.usage, clock), wakes)
+
+    def is_coherent(self, store: str) -> bool:
+        """Return whether changes of blocks in a store by other managers arrive right now."""
+        return any(each.invalidations.is_live for each in self.followers if each.name == store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -578,8 +663,9 @@ class _ComponentFactory:
         verification = StorageVerification(self.storages, store, garbage, self.clock, lambda: leadership.is_leader)
         guard = self.metadata.guard
         if isinstance(store, RedisStore) and guard is not None:
-            store.on_new_server(guard.on_new_server)
-            store.on_new_server(verification.on_new_server)
+            for each in (store, *store.others.values()):
+                each.on_new_server(guard.on_new_server)
+                each.on_new_server(verification.on_new_server)
             guard.on_lost = verification.doubt
         self.registry.storages.compare = verification.compare_opened
         if self.metadata.journal is not None:
@@ -596,6 +682,10 @@ class _ComponentFactory:
             forget_medium=self.storages.forget,
             give_way=turns.pause,
         )
+
+    def moves(self, turns: Pacer) -> StoreMoves | None:
+        open_runs = self.metadata.open_runs
+        return StoreMoves(self.registry, open_runs, self.clock, turns.pause) if open_runs is not None else None
 
     def leaks(self, cache: CacheManager, scrubber: StorageScrubber) -> PoolLeaks:
         return PoolLeaks(
@@ -649,6 +739,7 @@ class Components:
         notes: keeps on storages which blocks were finished; None without `kvcm.storage.finish_notes`, and in
             memory.
         scrubber: finds orphans: bytes without metadata.
+        moves: moves blocks between metadata stores, None with one store.
         drains: empties storages, and forgets the blocks of removed ones.
         purges: forgets the blocks of memory pools that are gone.
         leaks: frees orphans in memory pools.
@@ -676,6 +767,7 @@ class Components:
     times: StorageTimes | None
     notes: FinishNotes | None
     scrubber: StorageScrubber
+    moves: StoreMoves | None
     drains: StorageDrains
     purges: PoolPurges
     leaks: PoolLeaks
@@ -716,7 +808,7 @@ class Components:
         pressure.connect(wakes := factory.wakes(reclaimer))
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
-            budget.is_coherent = partial(_is_coherent, sharing.invalidations, settings.search_cache_bytes)
+            budget.is_coherent = sharing.is_coherent if settings.search_cache_bytes else lambda _store: False
         source, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
         scrubber = StorageScrubber(source, storages, clock, storages.cluster_id)
         drains, view = factory.drains(cache, remover, turns), UsageView(cache, registry, deletions)
@@ -736,6 +828,7 @@ class Components:
             times=factory.times(),
             notes=factory.notes(cache),
             scrubber=scrubber,
+            moves=factory.moves(turns),
             drains=drains,
             purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
             leaks=factory.leaks(cache, scrubber),
@@ -785,15 +878,28 @@ class Components:
             tasks.append(("reserve", partial(_every, _RESERVE_SECONDS, partial(asyncio.to_thread, reserve.make))))
         if self.settings.probe_interval_ms:
             tasks.append(("probes", self.prober.run))
+        if self.moves is not None:
+            resume = partial(self.moves.resume, lambda: self.leadership.is_leader)
+            tasks.append(("store_moves", partial(_every, task_seconds, self._if_leader(resume))))
         if self.sharing is not None:
+            tasks += self._followers(task_seconds)
             tasks += [
-                ("invalidations", self.sharing.invalidations.run),
-                ("flags", partial(self.sharing.flags.run_while, lambda: self.leadership.is_leader, task_seconds)),
                 ("usage", self.sharing.ledger.run),
                 ("wakes", self.sharing.wakes.run),
                 ("recount", partial(_every, _RECOUNT_SECONDS, self._if_leader(self.sharing.recount.check))),
             ]
         return tasks
+
+    def _followers(self, seconds: float) -> Iterator[BackgroundTask]:
+        assert self.sharing is not None
+        for each in self.sharing.followers:
+            suffix = f"_{each.name}" if each.name else ""
+            yield f"invalidations{suffix}", each.invalidations.run
+            yield f"flags{suffix}", partial(each.flags.run_while, lambda: self.leadership.is_leader, seconds)
+        for store in self.metadata.block_stores.values():
+            yield f"store_policy_{store.name}", store.eviction.run
+        if self.metadata.block_stores:
+            yield "block_stores", partial(_every, _BLOCK_STORES_SECONDS, self.metadata.check_block_stores)
 
     def _if_leader(self, task: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[None]]:
         async def run() -> None:
@@ -864,11 +970,6 @@ async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:
     while True:
         await task()
         await asyncio.sleep(seconds)
-
-
-def _is_coherent(invalidations: Invalidations, search_cache_bytes: int) -> bool:
-    """Return whether search caches may keep entries of a shared store."""
-    return invalidations.is_live and search_cache_bytes > 0
 
 
 def _probe_soon(margins: FreeMargins, prober: Prober, failed: Mapping[str, int]) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcm.model.mooncake import HostRule
 
-__all__ = ["DEBUG_PORT_OFFSET", "ConfigError", "Settings", "is_exposed", "load_settings"]
+__all__ = ["DEBUG_PORT_OFFSET", "BlockStoreUri", "ConfigError", "Settings", "is_exposed", "load_settings"]
 
 _OTHERS = 0o077
 _OTHER_USERS = 0o007
@@ -136,12 +136,41 @@ def _ratio(value: str) -> float:
     return float(value)
 
 
+class BlockStoreUri(NamedTuple):
+    """A further metadata store, for the blocks of some groups.
+
+    Attributes:
+        name: that groups name it by.
+        uri: as `kvcm.registry_storage.uri`.
+    """
+
+    name: str
+    uri: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={_redacted(self.uri)}"
+
+
+def _block_stores(value: str) -> tuple[BlockStoreUri, ...]:
+    stores = tuple(BlockStoreUri(*part.partition("=")[::2]) for part in value.split())
+    names = [each.name for each in stores]
+    for name, uri in stores:
+        if not _STORE_NAME.fullmatch(name) or not uri.startswith(_SHARED) or names.count(name) > 1:
+            raise ValueError(
+                "name=uri pairs separated by spaces, each name once and of 1 to 64 letters, digits, '.', '_' or '-', "
+                f"each uri with one of {', '.join(_REDIS)}"
+            )
+    return stores
+
+
 def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text, *, hot: bool = False) -> Any:
     """Return a setting; a reload puts `hot` ones in force in a running manager."""
     return field(default=default, metadata={"key": key, "parse": parse, "hot": hot})
 
 
 _REDIS = ("redis", "rediss", "redis+cluster", "rediss+cluster", "redis+sentinel", "rediss+sentinel")
+_SHARED = tuple(f"{scheme}://" for scheme in _REDIS)
+_STORE_NAME = re.compile("[A-Za-z0-9._-]{1,64}")
 _STORES = ("memory", "local", *_REDIS)
 _LOCKS = ("memory", "file", *_REDIS)
 _MAX_PORT = 65535
@@ -156,6 +185,8 @@ class Settings:
     registry_storage_uri: str = _setting("kvcm.registry_storage.uri", "")
     registry_storage_uri_file: str = _setting("kvcm.registry_storage.uri_file", "", _file)
     distributed_lock_uri: str = _setting("kvcm.distributed_lock.uri", "")
+    block_stores: tuple[BlockStoreUri, ...] = _setting("kvcm.store.block_stores", (), _block_stores)
+    block_stores_file: str = _setting("kvcm.store.block_stores_file", "", _file)
     node_id: str = _setting("kvcm.leader_elector.node_id", "")
     lease_ms: int = _setting("kvcm.leader_elector.lease_ms", 10000, _number(1, 1 << 31))
     loop_interval_ms: int = _setting("kvcm.leader_elector.loop_interval_ms", 100, _number(1, 1 << 31))
@@ -255,7 +286,7 @@ class Settings:
     def described(self) -> dict[str, str]:
         """Return every setting by its key, without passwords in uris."""
         values = ((f.metadata["key"], getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {key: _redacted(_format(value)) for key, value in values}
+        return {key: _format(value) if isinstance(value, tuple) else _redacted(str(value)) for key, value in values}
 
     def changed_fields(self, new: Settings) -> list[dataclasses.Field[Any]]:
         """Return the fields whose values differ in `new`; their metadata has `key` and `hot`."""
@@ -291,7 +322,7 @@ def load_settings(
         if environment.get(key):
             values[_ALIASES.get(key, key)] = environment[key]
     settings = Settings(**{_FIELDS[key].name: _parsed(key, value) for key, value in values.items()})
-    return _checked(_with_uri_of_file(settings))
+    return _checked(_with_block_stores_of_file(_with_uri_of_file(settings)))
 
 
 def _file_pairs(path: Path) -> list[tuple[str, str]]:
@@ -332,7 +363,8 @@ def _parsed(key: str, value: str) -> Any:
     try:
         return _FIELDS[key].metadata["parse"](value)
     except ValueError as error:
-        raise ConfigError(f"{key} is {value!r}, must be {error}") from None
+        shown = " ".join(map(_redacted, value.split(" ")))
+        raise ConfigError(f"{key} is {shown!r}, must be {error}") from None
 
 
 def _with_uri_of_file(settings: Settings) -> Settings:
@@ -342,13 +374,30 @@ def _with_uri_of_file(settings: Settings) -> Settings:
         return settings
     if settings.registry_storage_uri:
         raise ConfigError("kvcm.registry_storage.uri and kvcm.registry_storage.uri_file are both set: give one of them")
-    try:
-        uri = Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"kvcm.registry_storage.uri_file {path!r} cannot be read: {type(error).__name__}") from None
+    uri = _content("kvcm.registry_storage.uri_file", path)
     if not uri or len(uri.splitlines()) > 1:
         raise ConfigError(f"kvcm.registry_storage.uri_file {path!r} must hold one line, the uri")
     return dataclasses.replace(settings, registry_storage_uri=uri)
+
+
+def _with_block_stores_of_file(settings: Settings) -> Settings:
+    path = settings.block_stores_file
+    if not path:
+        return settings
+    if settings.block_stores:
+        raise ConfigError("kvcm.store.block_stores and kvcm.store.block_stores_file are both set: give one of them")
+    try:
+        stores = _block_stores(_content("kvcm.store.block_stores_file", path))
+    except ValueError as error:
+        raise ConfigError(f"kvcm.store.block_stores_file {path!r} must hold {error}") from None
+    return dataclasses.replace(settings, block_stores=stores)
+
+
+def _content(key: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} {path!r} cannot be read: {type(error).__name__}") from None
 
 
 def _checked(settings: Settings) -> Settings:
@@ -380,6 +429,11 @@ def _checked(settings: Settings) -> Settings:
         raise ConfigError(
             "kvcm.distributed_lock.uri is memory:// while managers share a store: each would lead; leave it unset"
         )
+    if settings.block_stores and not settings.registry_storage_uri.startswith("redis"):
+        raise ConfigError(
+            "kvcm.store.block_stores is set and kvcm.registry_storage.uri names no redis: a store of this manager "
+            "alone keeps all blocks itself"
+        )
     return settings
 
 
@@ -398,8 +452,9 @@ def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:
         raise ConfigError(f"{key} is {_redacted(uri)!r}, must begin with one of {', '.join(schemes)}, or be empty")
 
 
-def _format(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+def _format(values: tuple[object, ...]) -> str:
+    separator = " " if values and isinstance(values[0], BlockStoreUri) else ","
+    return separator.join(map(str, values))
 
 
 def _redacted(value: str) -> str:

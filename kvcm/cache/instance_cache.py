@@ -218,12 +218,13 @@ class OpenCaches:
 
     def by_uid(self, uid: int) -> InstanceCache | None:
         """Return the cache of a registration, None when it is gone for good."""
-        return self._caches.get(uid) or next((cache for cache in self.all() if cache.placement.uid == uid), None)
+        self.all()
+        return self._caches.get(uid)
 
     def find_removed(self, instance: Instance, placement: Placement) -> InstanceCache:
         """Return the cache of an instance that is being removed."""
         cache = self._caches.get(placement.uid)
-        return cache if cache is not None else self._open(instance, placement)
+        return cache if cache is not None and cache.placement == placement else self._open(instance, placement)
 
     def all(self) -> Sequence[InstanceCache]:
         """Return everything, opening what is not open yet; what is neither registered nor being removed is closed."""
@@ -250,18 +251,19 @@ class OpenCaches:
             if cache is not None and cache.index.has_answers:
                 cache.index.invalidate(unpack_keys(members))
 
-    def invalidate_all(self) -> None:
-        """Changes of other managers may have been missed."""
+    def invalidate_all(self, store: str | None = None) -> None:
+        """Changes of other managers may have been missed, in one store or in all."""
         for cache in self._caches.values():
-            cache.index.invalidate_all()
+            if store in {None, cache.placement.store}:
+                cache.index.invalidate_all()
 
     def _reopen(self, cache: InstanceCache | None, registration: Registration) -> InstanceCache:
         """Return the cache of a registration that is not open, or was read again.
 
         A release that counted uids may give one twice when its store goes back in time: then knowledge of the
-        other instance is forgotten.
+        other instance is forgotten. So it is when its blocks moved to another store.
         """
-        if cache is None or cache.instance != registration.instance:
+        if cache is None or (cache.instance, cache.placement) != (registration.instance, registration.placement):
             return self._open(registration.instance, registration.placement)
         reread = InstanceCache(registration.instance, registration.placement, cache.index)
         self._caches[reread.placement.uid] = reread
@@ -270,6 +272,9 @@ class OpenCaches:
 
     def _open(self, instance: Instance, placement: Placement) -> InstanceCache:
         cache = InstanceCache(instance, placement, self._new_index(instance, placement))
+        before = self._caches.get(placement.uid)
+        if before is not None and before.placement != placement:
+            before.index.leave()
         self._caches[placement.uid] = cache
         self._current_generation = -1  # it may be one that is forgotten by now
         return cache
@@ -293,4 +298,5 @@ class OpenCaches:
             on_usage=listener,
             budget=self._budget,
             lock_waits=self.lock_waits,
+            store=placement.store,
         )

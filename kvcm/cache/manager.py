@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvcm.cache.instance_cache import InstanceCache, OpenCaches
 from kvcm.cache.pins import Pin, PinBudgets, PinRequest, Pins
@@ -25,6 +26,7 @@ from kvcm.cache.quotas import Ledger, LimitCache, MetadataDisk, SharedLedger, Us
 from kvcm.cache.read_leases import ReadLease, ReadLeases
 from kvcm.cache.removal import InstanceRemovals, MissingPart, MissingParts, MissingReport, Remover, Reporter
 from kvcm.cache.shared_writes import SharedWrites
+from kvcm.cache.store_moves import READ_SECONDS
 from kvcm.cache.write_plan import NodeStorages, Storages
 from kvcm.cache.write_sessions import (
     NO_HINT,
@@ -45,7 +47,7 @@ from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import IndexHandle
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
+from kvcm.model.errors import BlocksMovedError, InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.keys import BlockMask
@@ -60,6 +62,10 @@ from kvcm.telemetry.metrics import current_measures
 __all__ = ["CacheManager", "GarbageSource"]
 
 _SESSION_SHARDS = 16
+_MOVE_SECONDS = 20.0  # a leader that dies meanwhile has a successor by then
+_LEAST_MOVE_PAUSE = 0.005
+_MOST_MOVE_PAUSE = 0.1
+Result = TypeVar("Result")
 
 
 def _random_id(length: int) -> str:
@@ -228,7 +234,10 @@ class CacheManager:
                 await self.read_modes.record(cache.placement.uid)
             measures = current_measures()
             begin_ns = time.perf_counter_ns() if measures is not None else 0
-            found = await match(cache, query, view)
+            try:
+                found = await match(cache, query, view)
+            except BlocksMovedError:
+                found = await self._where_they_lie(cache, lambda cache: match(cache, query, view))
             if measures is not None:
                 measures["manager.prefix_match_time_us"] = (time.perf_counter_ns() - begin_ns) / 1000
                 measures["manager.prefix_match_len"] = len(found.keys)
@@ -280,7 +289,8 @@ class CacheManager:
 
     async def metas(self, cache: InstanceCache, keys: Sequence[int], mask: BlockMask) -> list[BlockMeta]:
         """Return everything known of the unmasked keys. Never counts as an access."""
-        return await block_metas(cache, keys, mask, self._storages.everywhere)
+        everywhere = self._storages.everywhere
+        return await self._where_they_lie(cache, lambda cache: block_metas(cache, keys, mask, everywhere))
 
     async def start_write(self, cache: InstanceCache, request: WriteRequest) -> StartedWrite:
         """Open a write session.
@@ -291,7 +301,7 @@ class CacheManager:
         """
         group = self._group_of(cache)
         await self._expire_if_alone()
-        started = await self._sessions.start(cache, group, request)
+        started = await self._where_they_lie(cache, lambda cache: self._sessions.start(cache, group, request))
         self._observer.on_write_started(len(request.keys) - len(started.session.keys) - started.rejected)
         await self._store.flush()
         return started
@@ -310,7 +320,9 @@ class CacheManager:
             KvcmError: as `SessionStore.finish`.
         """
         await self._expire_if_alone()
-        finished = await self.endings.finish(cache, session_id, success, retention, reported)
+        finished = await self._where_they_lie(
+            cache, lambda cache: self.endings.finish(cache, session_id, success, retention, reported)
+        )
         if (group := self._groups.get(cache.instance.instance_group_name)) is not None:
             self._sessions.check_watermarks(group)
         await self._store.flush()
@@ -323,7 +335,9 @@ class CacheManager:
             KvcmError: as `SessionStore.renew`.
         """
         await self._expire_if_alone()
-        session = await self.endings.renew(cache, session_id, timeout_seconds)
+        session = await self._where_they_lie(
+            cache, lambda cache: self.endings.renew(cache, session_id, timeout_seconds)
+        )
         await self._store.flush()
         return session
 
@@ -334,7 +348,8 @@ class CacheManager:
             UnknownInstanceError: the instance's group was removed.
             KvcmError: as `Pins.pin`.
         """
-        pin = await self.pins.pin(cache, self._group_of(cache), request)
+        group = self._group_of(cache)
+        pin = await self._where_they_lie(cache, lambda cache: self.pins.pin(cache, group, request))
         await self._store.flush()
         return pin
 
@@ -344,7 +359,7 @@ class CacheManager:
         Raises:
             KvcmError: as `Pins.unpin`.
         """
-        await self.pins.unpin(cache, pin_id)
+        await self._where_they_lie(cache, lambda cache: self.pins.unpin(cache, pin_id))
         await self._store.flush()
 
     async def report_missing(self, cache: InstanceCache, parts: Sequence[MissingPart]) -> MissingReport:
@@ -353,22 +368,23 @@ class CacheManager:
         Raises:
             StorageIOError: a storage cannot be asked; nothing is removed.
         """
-        report = await self.missing.report(cache, parts, Reporter.of_call())
+        reporter = Reporter.of_call()
+        report = await self._where_they_lie(cache, lambda cache: self.missing.report(cache, parts, reporter))
         await self._store.flush()
         return report
 
     async def remove(self, cache: InstanceCache, keys: Sequence[int], mask: BlockMask) -> int:
         """Remove the unmasked keys; unknown ones are fine. Returns the number of locations removed."""
         unmasked = [keys[i] for i in mask.unmasked(len(keys))]
-        return await self._durably(self._remover.remove(cache, unmasked))
+        return await self._durably(cache, lambda cache: self._remover.remove(cache, unmasked))
 
     async def trim(self, cache: InstanceCache) -> int:
         """Remove every block of an instance."""
-        return await self._durably(self._remover.remove_all(cache))
+        return await self._durably(cache, self._remover.remove_all)
 
     async def trim_meta(self, cache: InstanceCache) -> int:
         """Drop the metadata of every block and leave the bytes to the scrub."""
-        return await self._durably(self._remover.forget_all(cache))
+        return await self._durably(cache, self._remover.forget_all)
 
     async def trim_written_between(self, cache: InstanceCache, begin: float, end: float) -> int:
         """Remove what was written at unix times begin ≤ t < end.
@@ -378,8 +394,9 @@ class CacheManager:
         """
         if begin >= end:
             raise InvalidArgumentError(f"begin_timestamp is {begin}, must be below end_timestamp, {end}")
-        removal = self._remover.remove_all(cache, lambda each: begin <= each.written_at < end)
-        return await self._durably(removal)
+        return await self._durably(
+            cache, lambda cache: self._remover.remove_all(cache, lambda each: begin <= each.written_at < end)
+        )
 
     def group_usage_bytes(self, group_name: str) -> Mapping[StorageKey, int]:
         """Return the bytes that a group uses, by place; of a shared store as last read."""
@@ -416,10 +433,36 @@ class CacheManager:
         if not self._store.is_shared:
             await self.endings.expire()
 
-    async def _durably(self, removal: Coroutine[Any, Any, int]) -> int:
-        removed = await removal
+    async def _durably(self, cache: InstanceCache, remove: Callable[[InstanceCache], Coroutine[Any, Any, int]]) -> int:
+        removed = await self._where_they_lie(cache, remove)
         await self._store.flush()
         return removed
+
+    async def _where_they_lie(
+        self, cache: InstanceCache, work: Callable[[InstanceCache], Coroutine[Any, Any, Result]]
+    ) -> Result:
+        """Do something with the blocks of an instance; where they are on their way to another metadata store, wait for
+        the end of that, which is short, and do it there.
+
+        Raises:
+            BlocksMovedError: it takes too long.
+            UnknownInstanceError: the instance was removed meanwhile.
+        """
+        until = time.monotonic() + _MOVE_SECONDS
+        pause = _LEAST_MOVE_PAUSE
+        while True:
+            try:
+                return await work(cache)
+            except BlocksMovedError as error:
+                if time.monotonic() >= until:
+                    raise
+                move = error.move
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _MOST_MOVE_PAUSE)
+            await self._registry.refresh()
+            cache = self.cache(cache.instance.instance_id)
+            if move and not self._registry.group_stores.is_current(cache.placement.uid, move):
+                await cache.index.lift_fence(move)  # its attempt has ended, and so it cannot place the blocks any more
 
     def indexes(self) -> Iterator[IndexHandle]:
         """Return the index of every instance, also of those that are being removed."""
@@ -442,7 +485,8 @@ class CacheManager:
         """
         await self._store.sync()
         writers = await self.endings.deadlines_of(item.session_id for item in items if item.session_id)
-        readers = await self.leases.leased_until(items)
+        moved = max((move.placed_at for move in self._registry.group_stores.moves()), default=0.0)
+        readers = [max(moved + READ_SECONDS, until) for until in await self.leases.leased_until(items)]
         if not writers:
             return readers
         return [max(reader, writers.get(item.session_id, 0.0)) for item, reader in zip(items, readers, strict=True)]

@@ -6,24 +6,24 @@
     finish   decide → let the blocks serve → the outcome replaces the document
 
 Each is a row of stages, of which a later one runs only where the earlier ones succeeded: so the order of
-`write_sessions.py` holds wherever a manager or a server dies. On one server the stages are one script, on a cluster a
-round trip each (`RedisClient.run_in_turn`). What does not go like this is left to the caller, who does it block by
-block: blocks that are there already, blocks that failed, sessions that another manager began.
+`write_sessions.py` holds wherever a manager or a server dies. On one server the stages are one script; on a cluster, and
+where the blocks are in a store of their own, a round trip each. What does not go like this is left to the caller, who
+does it block by block: blocks that are there already, blocks that failed, sessions that another manager began.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcm.cache.quotas import Reservation, SharedLedger
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.locking import uninterrupted
-from kvcm.index.meta_index import MetaIndex
+from kvcm.index.meta_index import MetaIndex, StagedWrite
 from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRun
-from kvcm.store.redis.client import RedisClient, fits_in_one
+from kvcm.store.redis.client import RedisClient, ScriptCall, Stages, fits_in_one, run_across
 from kvcm.store.redis.store import RedisTable
 
 __all__ = ["Begun", "Decided", "Document", "Finished", "SharedWrites"]
@@ -117,11 +117,11 @@ class SharedWrites:
         reserving = self._ledger.reserving(reservation, index) if reservation is not None else []
         opening = self._sessions.replacing(session.name, None, session.content, session.due)
         blocks = index.stage_begin(runs)
-        # On a cluster a stage is a round trip: the session does not wait for what is reserved, and goes where it fails.
-        first = [[*reserving, opening]] if self._client.is_cluster else [reserving, [opening]]
-        stages = [stage for stage in (*first, blocks.calls) if stage]
+        # Where a stage is a round trip the session does not wait for what is reserved, and goes where that fails.
+        has_trips = self._client.is_cluster or blocks.client is not self._client
+        first = [[*reserving, opening]] if has_trips or not reserving else [reserving, [opening]]
         try:
-            found = await self._client.run_in_turn(stages, self._sessions.holding(session.name, session.content))
+            found = await self._run(first, blocks, recheck=self._sessions.holding(session.name, session.content))
         except BaseException:
             blocks.fail()
             raise
@@ -162,12 +162,12 @@ class SharedWrites:
     ) -> Finished:
         name, content, due = decided.document
         blocks = index.stage_serve(runs)
-        stages = [[self._sessions.replacing(name, decided.before, content, due)], blocks.calls]
+        deciding, concluding = [self._sessions.replacing(name, decided.before, content, due)], []
         # What lets the blocks serve says whether all do: a stage that is cut cannot be followed by one that needs it.
         if decided.outcome and fits_in_one(blocks.calls):
-            stages.append([self._sessions.finishing(name, content, decided.outcome, decided.seconds)])
+            concluding = [self._sessions.finishing(name, content, decided.outcome, decided.seconds)]
         try:
-            answers = await self._client.run_in_turn(stages, self._sessions.holding(name, content))
+            answers = await self._run([deciding], blocks, concluding, recheck=self._sessions.holding(name, content))
         except BaseException:
             blocks.fail()
             raise
@@ -175,3 +175,14 @@ class SharedWrites:
             return Finished(is_decided=False)
         lost = blocks.settle(answers[1])
         return Finished(is_decided=True, lost=lost, is_ended=len(answers) == 3 and answers[2][0] == 1)
+
+    async def _run(
+        self, before: Stages, blocks: StagedWrite, after: Sequence[ScriptCall] = (), *, recheck: ScriptCall
+    ) -> list[list[Any]]:
+        """Run stages around that of the blocks, which may lie in another store."""
+        stages = [*((self._client, stage) for stage in before), (blocks.client, blocks.calls)]
+        if after:
+            stages.append((self._client, after))
+        if blocks.client is not self._client:
+            return await run_across(stages)
+        return await self._client.run_in_turn([stage for _, stage in stages], recheck)

@@ -43,7 +43,7 @@ from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
-from kvcm.store.redis.client import ScriptCall
+from kvcm.store.redis.client import RedisClient, ScriptCall
 from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import Histogram, current_measures, measure, measure_all, timed
 
@@ -74,11 +74,13 @@ class StagedWrite:
     """A change of blocks that waits to be made together with others.
 
     Attributes:
+        client: of the store.
         calls: make it, in any order (`RedisClient.run_in_turn`).
         settle: takes their answers, of which the last may be missing, and returns the keys that lost.
         fail: to be called instead where it is not known whether it was made.
     """
 
+    client: RedisClient
     calls: Sequence[ScriptCall]
     settle: Callable[[Sequence[Any]], Collection[int]]
     fail: Callable[[], None]
@@ -120,6 +122,7 @@ class MetaIndex:
         on_usage: receives changes of usage.
         budget: bytes of the search cache, shared with other indexes.
         lock_waits: receives the waiting times for lock shards.
+        store: name of the store of the records.
     """
 
     def __init__(
@@ -133,11 +136,12 @@ class MetaIndex:
         on_usage: UsageListener = _ignore_usage,
         budget: CacheBudget | None = None,
         lock_waits: Histogram | None = None,
+        store: str = "",
     ) -> None:
         if shard_count < 1 or shard_count & (shard_count - 1):
             raise ValueError(f"shard_count is {shard_count}, must be a power of two")
         self._backend = backend
-        self._answers = AnswerCache(backend, view, budget if budget is not None else CacheBudget())
+        self._answers = AnswerCache(backend, view, budget if budget is not None else CacheBudget(), store)
         self._locks = ShardLocks(shard_count, lock_waits)
         self._shard_count = shard_count
         self._batch_key_size = batch_key_size
@@ -201,6 +205,16 @@ class MetaIndex:
     def deleting_keys(self) -> int:
         """Blocks of which everything is being deleted, which `key_count` counts too; as last read."""
         return self._backend.deleting_keys
+
+    def leave(self) -> None:
+        """Refuse every call from now on: the blocks lie in another store."""
+        assert self._backend.is_shared
+        cast("SharedBackend", self._backend).leave()
+        self._answers.clear()
+
+    async def lift_fence(self, move: int) -> None:
+        """Let changes go on that a move to another store keeps waiting which has ended."""
+        await cast("SharedBackend", self._backend).lift_fence(move)
 
     async def refresh(self, *, is_exact: bool = True) -> None:
         """Read the number of blocks and their usage from the store.
@@ -332,7 +346,7 @@ class MetaIndex:
             if growth:
                 note(growth, len(keys))  # usage is never below the truth; a recount corrects the rest
 
-        return StagedWrite(change.calls, settle, fail)
+        return StagedWrite(change.client, change.calls, settle, fail)
 
     async def read_modify_write(
         self,

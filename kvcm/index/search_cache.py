@@ -111,10 +111,11 @@ class CacheBudget:
 
     Args:
         capacity_bytes: None is no bound.
-        is_coherent: whether invalidations by other managers arrive right now; while they do not, nothing is kept.
+        is_coherent: whether invalidations by other managers of the store of that name arrive right now; while they do
+            not, nothing is kept of it.
     """
 
-    def __init__(self, capacity_bytes: int | None = None, is_coherent: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, capacity_bytes: int | None = None, is_coherent: Callable[[str], bool] = lambda _: True) -> None:
         self.capacity_bytes = capacity_bytes
         self.is_coherent = is_coherent
         self.hits = 0
@@ -164,6 +165,7 @@ class SearchCache(Generic[Cached]):
         compose: from a record to the cached value, None for none: `compose_answer`, for answers.
         weigh: returns the bytes that a kept value takes.
         is_bounded: false in front of records of this process, to which the cache only refers.
+        store: name of the store of the records.
     """
 
     def __init__(
@@ -174,8 +176,10 @@ class SearchCache(Generic[Cached]):
         weigh: Callable[[Cached], int] = len,
         *,
         is_bounded: bool = True,
+        store: str = "",
     ) -> None:
         self._view = view
+        self._store = store
         self._compose = compose
         self._weigh = weigh
         self._generation = view.generation
@@ -302,7 +306,7 @@ class SearchCache(Generic[Cached]):
     def _keep_all(self, answers: Mapping[int, Cached]) -> None:
         if not self._is_bounded:
             self._young.update(answers)
-        elif self._budget.is_coherent():
+        elif self._budget.is_coherent(self._store):
             if self._budget.try_spend(sum(map(self._weigh, answers.values())), len(answers)):
                 self._young.update(answers)
                 return
@@ -312,7 +316,7 @@ class SearchCache(Generic[Cached]):
     def _keep(self, key: int, answer: Cached) -> None:
         if not self._is_bounded:
             self._young[key] = answer
-        elif self._budget.is_coherent():
+        elif self._budget.is_coherent(self._store):
             self._young[key] = answer
             self._budget.spend(self._weigh(answer))
 
@@ -344,12 +348,13 @@ class _NodeAnswers:
     Args:
         backend: where the records live.
         budget: bytes of the records that are kept, shared with other caches.
+        store: name of the store of the records.
     """
 
-    def __init__(self, backend: IndexBackend, budget: CacheBudget) -> None:
+    def __init__(self, backend: IndexBackend, budget: CacheBudget, store: str) -> None:
         self._backend = backend
         self._budget = budget
-        self._records: SearchCache[BlockRecord] = SearchCache(_AnyRank(), budget, _itself, _size_of)
+        self._records: SearchCache[BlockRecord] = SearchCache(_AnyRank(), budget, _itself, _size_of, store=store)
 
     async def answers(self, keys: Sequence[int], view: StorageView, *, stop_at_miss: bool) -> list[bytes | None]:
         """Do `AnswerCache.answers` for callers with this view of the storages."""
@@ -436,15 +441,16 @@ class AnswerCache:
         backend: where the records live.
         view: which storages can be read.
         budget: bytes of the search cache, shared with other indexes.
+        store: name of the store of the records.
     """
 
-    def __init__(self, backend: IndexBackend, view: StorageView, budget: CacheBudget) -> None:
+    def __init__(self, backend: IndexBackend, view: StorageView, budget: CacheBudget, store: str = "") -> None:
         self._backend = backend
         self._view = view
         self._budget = budget
         self._compose = partial(compose_answer, view=view)
-        self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared)
-        self._on_nodes = _NodeAnswers(backend, budget)
+        self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared, store=store)
+        self._on_nodes = _NodeAnswers(backend, budget, store)
 
     async def answers(
         self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None

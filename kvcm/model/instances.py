@@ -9,6 +9,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 __all__ = [
+    "GroupStore",
     "Instance",
     "InstanceDifference",
     "LocationSpecGroup",
@@ -18,6 +19,7 @@ __all__ = [
     "Placement",
     "Registration",
     "Removal",
+    "StoreMove",
 ]
 
 
@@ -188,18 +190,20 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 class Placement(NamedTuple):
-    """Where the metadata of an instance lies in the store; never changes.
+    """Where the blocks of an instance are kept; a move to another store alone changes it.
 
     Attributes:
         uid: number of the registration; never used again, so a later registration of the same id starts empty.
         shard_count: lock shards that the keys are divided among.
         tags: of a Redis that keeps many blocks to a value: parts that the keys are divided among there. 0: it keeps a
             value per block, and the parts are the lock shards; so did releases that knew schema 1 only.
+        store: name of the block store; "" for the store that has the registry.
     """
 
     uid: int
     shard_count: int
     tags: int = 0
+    store: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +215,41 @@ class Registration:
 
     def stored(self) -> object:
         """Return the stored form: where it uses nothing of a newer release, that of the release before."""
-        return self if self.placement.tags else {"instance": self.instance, "placement": self.placement[:2]}
+        if self.placement.store:
+            return self
+        return {"instance": self.instance, "placement": self.placement[: 3 if self.placement.tags else 2]}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStore:
+    """The store that the blocks of a group's instances are to be kept in: those that lie elsewhere move there.
+
+    Attributes:
+        store: name of the block store; "" for the store that has the registry.
+    """
+
+    store: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMove:
+    """A move of an instance's blocks to another store.
+
+    Attributes:
+        uid: of the instance's registration.
+        source: store that they leave.
+        target: store that they come to.
+        number: of the attempt; a later one has a greater number.
+        is_placed: whether the registration names the target: what is left is to clear the source.
+        placed_at: unix seconds when it first did, 0 before.
+    """
+
+    uid: int
+    source: str
+    target: str
+    number: int
+    is_placed: bool = False
+    placed_at: float = 0.0
 
 
 Removal = Registration

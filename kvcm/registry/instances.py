@@ -10,6 +10,7 @@ from kvcm.model.errors import CapacityError, DuplicateEntityError, NotReadyError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecGroup, Placement, Registration, Removal
 from kvcm.registry.document_cache import DocumentBatch, DocumentCache, Flush
+from kvcm.registry.group_stores import GroupStores
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.secrets import restored
 from kvcm.registry.validation import check_instance
@@ -185,7 +186,7 @@ class Uids:
         removals: removals that are not done yet, by uid.
         store_kind: the metadata store: the rows of a RocksDB have space for 32 bits, the key names of a Redis for 63.
         draw: returns a random number from 0 up to below another.
-        tags: of the placements (`Placement.tags`).
+        stores: where the blocks of a group are to be kept.
     """
 
     def __init__(
@@ -194,23 +195,30 @@ class Uids:
         removals: DocumentCache[Removal],
         store_kind: str,
         draw: Callable[[int], int],
-        tags: int = 0,
+        stores: GroupStores,
     ) -> None:
         self._registrations = registrations
         self._removals = removals
         self._store_kind = store_kind
         self._draw = draw
-        self._tags = tags
+        self._stores = stores
 
     def copy(self) -> Uids:
         """Return a copy that decides by the current view."""
-        return Uids(self._registrations.copy(), self._removals.copy(), self._store_kind, self._draw, self._tags)
+        return Uids(self._registrations.copy(), self._removals.copy(), self._store_kind, self._draw, self._stores)
 
     def place(self, groups: Sequence[InstanceGroup | None]) -> list[Placement]:
         """Return placements for new registrations in these groups, with uids that no registration and no removal
-        has."""
-        uids = self._new(len(groups))
-        return [Placement(uid, _shard_count_in(group), self._tags) for uid, group in zip(uids, groups, strict=True)]
+        has.
+
+        Raises:
+            NotReadyError: this manager does not have the store of a group.
+        """
+        return [self._place(uid, group) for uid, group in zip(self._new(len(groups)), groups, strict=True)]
+
+    def _place(self, uid: int, group: InstanceGroup | None) -> Placement:
+        store = self._stores.store_of(group.name) if group is not None else ""
+        return Placement(uid, _shard_count_in(group), self._stores.tags_in(store), store)
 
     def _new(self, count: int) -> list[int]:
         least, largest = (1 << 24, _LARGEST_IN_ROWS)
@@ -317,19 +325,30 @@ class InstanceRegistry:
             UnknownInstanceError: there is no such instance, or it was registered again.
             StorageIOError: the store cannot be asked.
         """
-        known = await self._cache.read(instance_id)
-        if known is None or uid not in {None, known.placement.uid}:
-            raise _unknown(instance_id)
-        await self._removals.change(str(known.placement.uid), lambda _: known)
-
-        def decide(registered: Registration | None) -> None:
-            if registered != known:  # another manager removed it meanwhile
-                raise _unknown(instance_id)
-
-        await self._cache.change(instance_id, decide)
+        known = await self._registered(instance_id, uid)
+        while not await self._try_remove(known):  # its blocks came to lie in another store just now
+            known = await self._registered(instance_id, known.placement.uid)
         await self._limit.release(known)
         await self._flush()
         return known.instance
+
+    async def _registered(self, instance_id: str, uid: int | None) -> Registration:
+        known = await self._cache.read(instance_id)
+        if known is None or uid not in {None, known.placement.uid}:
+            raise _unknown(instance_id)
+        return known
+
+    async def _try_remove(self, known: Registration) -> bool:
+        """Record the removal of a registration, then remove it. False: it is another one by now."""
+        instance_id, uid = known.instance.instance_id, known.placement.uid
+        await self._removals.change(str(uid), lambda _: known)
+
+        def decide(registered: Registration | None) -> Registration | None:
+            if registered is None or registered.placement.uid != uid:  # another manager removed it meanwhile
+                raise _unknown(instance_id)
+            return None if registered == known else registered
+
+        return await self._cache.change(instance_id, decide) is None
 
     def removals(self) -> list[Removal]:
         """Return the removals whose instance is forgotten and whose blocks may not all be deleted, by uid."""

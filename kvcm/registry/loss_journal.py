@@ -221,7 +221,8 @@ class LossJournal:
             return
         with suppress(StorageIOError):
             for part in await self._store.parts():
-                await self._beat(self._store.table(part), part)
+                with suppress(StorageIOError):  # a store that is away keeps no other one from its time
+                    await self._beat(self._store.table(part), part)
             await self._follow()
             changes, times = self._changes() if self._changes is not None else -1, dict(self._times)
             await self._store.flush()  # or a process that is killed now leaves a time that the store never had

@@ -10,21 +10,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from kvcm import __version__
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
-from kvcm.model.instances import Registration, Removal
+from kvcm.model.instances import GroupStore, Registration, Removal, StoreMove
 from kvcm.model.principals import Account, ApiKey
 from kvcm.model.storages import StorageConfig
 from kvcm.registry.accounts import AccountRegistry
 from kvcm.registry.api_keys import ImportedKeys, KeyDocuments, KeyRegistry, KeyUse
 from kvcm.registry.config_snapshots import ConfigDocuments, ConfigSnapshots
 from kvcm.registry.document_cache import ChangeListener, DocumentCache, Flush
+from kvcm.registry.group_stores import GroupStores
 from kvcm.registry.groups import GroupRegistry, QuotaRegistry
 from kvcm.registry.instances import BatchRegistration, InstanceRegistry, ReservedInstances, Uids
 from kvcm.registry.storages import StorageOpener, StorageRegistry
@@ -50,7 +52,8 @@ __all__ = [
 # goes on writing the schema of the store, so that the release before it can come back: until an operator says that it
 # will not (`kvcm index finalize`), or from the beginning in a store that is new.
 #
-# Schema 2: instances that are registered in a Redis keep many blocks to a value (`Placement.tags`).
+# Schema 2: instances that are registered in a Redis keep many blocks to a value (`Placement.tags`), and may keep them
+# in another store than that of the registry (`Placement.store`).
 #
 # Rows of blocks and documents have versions of their own, which say how their bytes are read. The schema is looked at
 # first, so that a release that is too old ends at its start and not at the first record that it cannot read.
@@ -166,6 +169,7 @@ class Registry:
         listener: receives every change that is made here.
         draw: returns a random number from 0 up to below another, for uids.
         tags: of instances that are registered from now on (`Placement.tags`).
+        block_stores: the same in each further store of blocks, by its name.
     """
 
     def __init__(
@@ -179,6 +183,7 @@ class Registry:
         listener: ChangeListener | None = None,
         draw: Callable[[int], int] = secrets.randbelow,
         tags: int = 0,
+        block_stores: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         self._table: Table = table if table is not None else MemoryTable()
         self._flush = flush
@@ -197,14 +202,27 @@ class Registry:
         accounts = DocumentCache(self._table, "account/", Account, listener=listener, on_put=on_put)
         quotas = DocumentCache(self._table, "quota/", GlobalQuota, listener=listener, on_put=on_put)
         keys = DocumentCache(self._table, "key/", ApiKey, listener=listener)
-        self._caches: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas, keys]
+        wanted = DocumentCache(self._table, "groupstore/", GroupStore, listener=listener, on_put=on_put)
+        moves = DocumentCache(self._table, "move/", StoreMove, on_put=on_put)
+        entities: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas, keys]
+        self._caches = [*entities, wanted, moves]
         self._registrations, self._removals = instances, removals
         self.storages = StorageRegistry(opener, storages, flush)
         self.groups = GroupRegistry(groups, flush, store_kind)
         self.quotas = QuotaRegistry(quotas, flush)
-        numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)
         reservations = DocumentCache(self._table, "seats/", ReservedInstances)
-        uids = Uids(instances, removals, store_kind, draw, tags)
+        numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)
+        self.group_stores = GroupStores(
+            self._table,
+            groups=groups,
+            wanted=wanted,
+            moves=moves,
+            numbers=numbers,
+            registrations=instances,
+            tags={"": tags, **block_stores},
+            flush=flush,
+        )
+        uids = Uids(instances, removals, store_kind, draw, self.group_stores)
         self.instances = InstanceRegistry(
             instances, removals=removals, uids=uids, reservations=reservations, groups=self.groups, flush=flush
         )

@@ -47,10 +47,12 @@ class StoreGate:
     Attributes:
         closed: why nothing is asked and nothing changed, "" while all is well.
         full: why nothing new is stored, "" while all is well; what ends, renews or removes something goes on.
+        moved: whether it is closed since what was there lies in another store by now.
     """
 
     closed: str = ""
     full: str = ""
+    moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

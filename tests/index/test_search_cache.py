@@ -49,7 +49,7 @@ class Rig:
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.view = TableView({"nfs": 3, "fs": 2})
         self.is_coherent = True
-        self.budget = CacheBudget(capacity_bytes, lambda: self.is_coherent)
+        self.budget = CacheBudget(capacity_bytes, lambda _store: self.is_coherent)
         self.cache = SearchCache(self.view, self.budget, compose_answer)
 
     def read(self, key: int, found: BlockRecord | None) -> None:

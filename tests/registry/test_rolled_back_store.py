@@ -134,7 +134,8 @@ def test_a_uid_that_is_taken_is_drawn_again() -> None:
     registrations.refresh_from({"instance/a": encode_document(known[0])}, ())
     removals.refresh_from({f"removal/{least + 1}": encode_document(known[1])}, ())
     drawn = iter([0, 1, 2, 2, 0, 3])
-    placements = Uids(registrations, removals, "rocksdb", lambda _: next(drawn)).place([None, None])
+    stores = Registry(StorageDirectory("c")).group_stores
+    placements = Uids(registrations, removals, "rocksdb", lambda _: next(drawn), stores).place([None, None])
     assert [each.uid for each in placements] == [least + 2, least + 3]
 
 

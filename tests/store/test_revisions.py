@@ -323,12 +323,13 @@ async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone, t
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         assert sharing is not None
         leads = asyncio.Event()
-        duties = (sharing.invalidations.run(), sharing.flags.run_while(leads.is_set, 0.01))
+        (follower,) = sharing.followers
+        duties = (follower.invalidations.run(), follower.flags.run_while(leads.is_set, 0.01))
         running = [asyncio.create_task(duty) for duty in duties]
-        await until(lambda: sharing.invalidations.is_live)
-        assert not sharing.flags.is_live
+        await until(lambda: sharing.is_coherent(""))
+        assert not follower.flags.is_live
         leads.set()
-        await until(lambda: sharing.flags.is_live)
+        await until(lambda: follower.flags.is_live)
         mine, table = RedisBackend(client, UID, SHARDS, store.revisions), store.table("wakes")
         sessions = store.table("sessions", 16)
         runs, their_runs = RunsBackend(client, UID, 1, store.flags), RunsBackend(another, UID, 1)
@@ -360,7 +361,7 @@ async def test_a_manager_is_wired_to_be_notified(redis_standalone: Standalone, t
             listener(1)
         assert resets == ["all"], "blocks that a server drops are published by none"
         leads.clear()
-        await until(lambda: not sharing.flags.is_live)
+        await until(lambda: not follower.flags.is_live)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

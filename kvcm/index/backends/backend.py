@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
-from kvcm.store.redis.client import ScriptCall
+from kvcm.store.redis.client import RedisClient, ScriptCall
 from kvcm.store.store import Revision
 from kvcm.telemetry.metrics import current_measures, measure, measure_all, timed
 
@@ -413,10 +413,12 @@ class StagedChange:
     """A change of blocks that a shared store makes in one round trip with other changes.
 
     Attributes:
+        client: of the store.
         calls: make it, in any order (`RedisClient.run_in_turn`).
         settle: to be called with their answers, of which the last may be missing: those did not run.
     """
 
+    client: RedisClient
     calls: Sequence[ScriptCall]
     settle: Callable[[Sequence[Any]], Written]
 
@@ -575,6 +577,12 @@ class IndexBackend(Protocol):
 class SharedBackend(IndexBackend, Protocol):
     """Keeps records in a store that several managers share. It makes changes of whole runs together with changes of
     other things, in one round trip."""
+
+    def leave(self) -> None:
+        """Refuse every call from now on: the blocks lie in another store."""
+
+    async def lift_fence(self, move: int) -> None:
+        """Let changes go on that a move to another store keeps waiting which has ended."""
 
     async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
         """Do `get_many` for those who need no more of a block than its locations: return blocks that have one location

@@ -72,7 +72,7 @@ from kvcm.model.storages import StorageType
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
 from kvcm.store.redis.tracking import Revisions, owner_of
-from kvcm.store.store import Revision
+from kvcm.store.store import Revision, StoreGate
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
@@ -819,6 +819,11 @@ class SharedCounts:
         self._sums = sums
         self._sums_revision: Revision | None = None
 
+    def leave(self) -> None:
+        """Refuse every call from now on: the blocks lie in another store."""
+        text = "the blocks of this instance moved to another metadata store: try again"
+        self._client = self._client.gated(StoreGate(closed=text, moved=True))
+
     @property
     def key_count(self) -> int:
         return self._sums.key_count
@@ -923,7 +928,7 @@ class RedisBackend(SharedCounts):
                 self._sums.record(part.shard, turn, added, count)
             return Written(lost, usage)
 
-        return StagedChange([part.call for part in parts], settle)
+        return StagedChange(self._client, [part.call for part in parts], settle)
 
     def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
         parts = [part for before, after in runs for part in self._servings(before, after)]
@@ -934,7 +939,7 @@ class RedisBackend(SharedCounts):
                 lost += keys if answer is None else [keys[index - 1] for index in answer[1:]]
             return Written(lost, {})
 
-        return StagedChange([call for call, _ in parts], settle)
+        return StagedChange(self._client, [call for call, _ in parts], settle)
 
     def _beginnings(self, run: BlockRun) -> Iterator[_Beginning]:
         """Yield the calls that begin a run, by shard."""
@@ -998,6 +1003,9 @@ class RedisBackend(SharedCounts):
 
     async def due(self, now: float, most: int) -> list[int]:
         return unpack_keys(await self._pending.until(now, most))
+
+    async def lift_fence(self, move: int) -> None:
+        """Do nothing: blocks with a value each do not move."""
 
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         await self._run([_touch_call(order, counts, part, at, moves=moves) for order, part in self._parts(counts)])

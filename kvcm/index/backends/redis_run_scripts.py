@@ -24,6 +24,8 @@ __all__ = [
     "DROP_RUN",
     "FAMILIES",
     "KEYS",
+    "LIFT_FENCE",
+    "LISTING",
     "MEND",
     "NEWER",
     "PLACES",
@@ -31,12 +33,32 @@ __all__ = [
     "REQUEUE",
     "SAMPLE",
     "SERVE",
+    "SET_FENCE",
     "SHRINK",
     "STRAY",
     "TOTALS",
     "TOUCH",
 ]
 
+_FENCE: Final = """
+-- A fence is the highest number of a move that the tag took part in, and a state: 'copying' lets that move alone change
+-- blocks, 'live' everybody else, 'leaving' nobody, and after 'left' they cannot be read either.
+local function refuse(fence)
+  error({err = 'KVCMMOVED ' .. fence .. ': the blocks are moving to another metadata store; try again'})
+end
+
+local function check_fence(name, number)
+  local fence = redis.call('GET', name) or '0 live'
+  if fence ~= (number == '' and '0 live' or number .. ' copying') then
+    if number ~= '' or string.sub(fence, -5) ~= ' live' then refuse(fence) end
+  end
+end
+
+local function check_present(name)
+  local fence = redis.call('GET', name)
+  if fence and string.sub(fence, -5) == ' left' then refuse(fence) end
+end
+"""
 _HEADS: Final = """
 -- Returns the keys of a run, as many as are whole, without reading the rest; '' where it is gone.
 local function keys_at(name)
@@ -264,10 +286,11 @@ end
 )
 
 _CHANGE: Final = (
-    _RUN
+    _FENCE
+    + _RUN
     + _NOTICES
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed, fence.
 -- ARGV[1]: packed groups of blocks that are to change alike, each
 --   {what a block must have: a stamp, zeros for no record, or else headers; number of an argument; whether that is a
 --    run to store, else keys of blocks; headers to set, false to keep those of the run, '' to remove; new stamp;
@@ -275,8 +298,10 @@ _CHANGE: Final = (
 --    fields of usage; what each block adds to them; whether the blocks are resident, as they are;
 --    bodies to set, nil to keep those of the run}.
 -- ARGV[2]: 1 if the answer is 0 where a block lost, else the turn of the tag that this call is.
+-- ARGV[3]: number of the move that makes the change, '' for none.
 -- Returns that answer, 0 when all blocks lost, then the indexes of those that were something else than expected.
 local order, children, pending, usage, index, prefix, changed = unpack(KEYS)
+check_fence(KEYS[8], ARGV[3])
 local groups = cmsgpack.unpack(ARGV[1])
 local all, texts, starts = {}, {}, {}
 for g, group in ipairs(groups) do
@@ -658,12 +683,14 @@ TOUCH: Final = Script(_RESCORE)
 REQUEUE: Final = Script(_RESCORE, allow_oom=True)
 
 READ: Final = Script(
-    _CUT
+    _FENCE
+    + _CUT
     + _WALK
     + """
--- KEYS: index, what names of runs begin with. ARGV: keys of blocks, one after the other.
+-- KEYS: index, what names of runs begin with, fence. ARGV: keys of blocks, one after the other.
 -- Returns how many of the keys were looked up, not all where that takes more than 32 runs; then every run that holds
 -- some of them.
+check_present(KEYS[3])
 local found, runs = {0}, 0
 
 local function open(id)
@@ -703,11 +730,13 @@ return found
 """
 )
 NEWER: Final = Script(
-    _RUN
+    _FENCE
+    + _RUN
     + """
--- KEYS: usage, what names of runs begin with. ARGV: number of a run; how many to read at most.
+-- KEYS: usage, what names of runs begin with, fence. ARGV: number of a run; how many to read at most.
 -- Returns the number of the last run that was read; 1 if that is the last that there is, else 0; then the keys of each
 -- run with a greater number.
+check_present(KEYS[3])
 local first, most = tonumber(ARGV[1]), tonumber(ARGV[2])
 local newest = tonumber(redis.call('HGET', KEYS[1], '@') or 0)
 local last = math.min(newest, first + most)
@@ -915,16 +944,35 @@ redis.call('ZREM', KEYS[3], id)
 return 1
 """
 )
-TOTALS: Final = Script("""
--- KEYS: index, usage. Returns how many blocks there are, and fields and values of the sums, at one moment.
+TOTALS: Final = Script(
+    _FENCE
+    + """
+-- KEYS: index, usage, fence. Returns how many blocks there are, and fields and values of the sums, at one moment.
+check_present(KEYS[3])
 return {redis.call('HLEN', KEYS[1]), redis.call('HGETALL', KEYS[2])}
-""")
-DROP: Final = Script(
+"""
+)
+LISTING: Final = Script(
     _HEADS
     + """
--- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed.
--- ARGV: how many runs.
--- Forgets some runs; the rest goes with the last of them. Returns how many runs are left.
+-- KEYS: what names of runs begin with. ARGV: ids of runs. Returns stamp and keys of each, '' where it is gone.
+local found = {}
+for n, id in ipairs(ARGV) do
+  local keys = keys_at(KEYS[1] .. id)
+  found[n] = keys ~= '' and redis.call('GETRANGE', KEYS[1] .. id, 1, 8) .. keys or ''
+end
+return found
+"""
+)
+DROP: Final = Script(
+    _FENCE
+    + _HEADS
+    + """
+-- KEYS: access order, children, pending, usage, index, what names of runs begin with, whether the tag changed, fence.
+-- ARGV: how many runs; number of the move that drops them, '' for none.
+-- Forgets some runs; the rest goes with the last of them, and the fence unless it is of the move. Returns how many runs
+-- are left.
+if redis.call('GET', KEYS[8]) ~= ARGV[2] .. ' left' then check_fence(KEYS[8], ARGV[2]) end
 local ids, names, keys = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1), {}, {}
 for n, id in ipairs(ids) do
   names[n] = KEYS[6] .. id
@@ -938,6 +986,27 @@ if #ids > 0 then
 end
 local left = redis.call('ZCARD', KEYS[1])
 if left == 0 then redis.call('UNLINK', KEYS[7], unpack(KEYS, 1, 5)) end
+if left == 0 and ARGV[2] == '' then redis.call('UNLINK', KEYS[8]) end
 return left
 """
+)
+SET_FENCE: Final = Script(
+    _FENCE
+    + """
+-- KEYS: fence. ARGV: number of a move; state; seconds after which it is forgotten, 0 for never.
+local fence = redis.call('GET', KEYS[1])
+if fence and tonumber(string.match(fence, '^%d+')) > tonumber(ARGV[1]) then refuse(fence) end
+redis.call('SET', KEYS[1], ARGV[1] .. ' ' .. ARGV[2])
+if ARGV[3] ~= '0' then redis.call('EXPIRE', KEYS[1], ARGV[3]) end
+return 1
+""",
+    allow_oom=True,
+)
+LIFT_FENCE: Final = Script(
+    """
+-- KEYS: fence. ARGV: number of a move that has ended: what it keeps waiting goes on.
+if redis.call('GET', KEYS[1]) == ARGV[1] .. ' leaving' then redis.call('SET', KEYS[1], ARGV[1] .. ' live') end
+return 1
+""",
+    allow_oom=True,
 )

@@ -14,6 +14,7 @@ Keys of one tag share a hash tag, hence a slot of a cluster; `P` is the name of 
     P:p{uid.tag}            pending: id -> when a session expires or bytes may go
     P:u{uid.tag}            usage, as in `redis.py`; @ -> the last id, counted from 1
     P:w{uid.tag}            there while something changed since a manager last asked to hear of it (`DueSets`)
+    P:y{uid.tag}            fence: there while the blocks move to another store, and after they left (`StoreMoves`)
 
 A change of blocks that can be served is published on the channel `P:k`, with their keys: managers keep answers for no
 others, so new blocks cost the other managers nothing.
@@ -35,6 +36,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from itertools import zip_longest
 from random import Random
 from typing import Any, Final, NamedTuple
@@ -64,12 +66,15 @@ from kvcm.index.backends.redis_run_scripts import (
     DROP,
     FAMILIES,
     KEYS,
+    LIFT_FENCE,
+    LISTING,
     NEWER,
     PLACES,
     READ,
     REQUEUE,
     SAMPLE,
     SERVE,
+    SET_FENCE,
     SHRINK,
     TOTALS,
     TOUCH,
@@ -93,7 +98,7 @@ from kvcm.store.redis.tracking import Revisions, owner_of
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
-__all__ = ["RunsBackend", "TagKeys", "channel_of", "noticed_blocks"]
+__all__ = ["Fence", "RunsBackend", "TagKeys", "channel_of", "noticed_blocks"]
 
 _ABSENT: Final = bytes(STAMP_SIZE)
 _UNKNOWN: Final = b"\xff" * STAMP_SIZE  # no write has this stamp
@@ -107,12 +112,13 @@ _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw 
 _KEY_BYTES: Final = 8
 _MOST_DIGITS: Final = 19  # of a uid
 _TAG_SHIFT: Final = 44
+_LEFT_SECONDS: Final = 7 * 86400  # what belongs to a move is not on its way for longer
 _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class TagKeys(NamedTuple):
     """Names of the keys of one tag; `runs` is what the names of its runs begin with, `changed` is there while no
-    manager has to be notified of another change."""
+    manager has to be notified of another change; `fence` while the blocks move to another store."""
 
     order: bytes
     children: bytes
@@ -121,11 +127,24 @@ class TagKeys(NamedTuple):
     places: bytes
     runs: bytes
     changed: bytes
+    fence: bytes
 
     @classmethod
     def of(cls, deployment: str, uid: int, tag: int) -> TagKeys:
         """Return the names for a tag of an instance's registration."""
-        return cls(*(f"{deployment}:{kind}{{{uid}.{tag}}}".encode() for kind in "zcpuxkw"))
+        return cls(*(f"{deployment}:{kind}{{{uid}.{tag}}}".encode() for kind in "zcpuxkwy"))
+
+
+class Fence(StrEnum):
+    """What an instance's blocks in a store let happen while they move to another one, and afterwards."""
+
+    COPYING = "copying"
+    """Only the move changes them."""
+    LIVE = "live"
+    LEAVING = "leaving"
+    """Nothing changes them."""
+    LEFT = "left"
+    """Nor can they be read."""
 
 
 def channel_of(deployment: str) -> bytes:
@@ -229,13 +248,15 @@ class RunsBackend(SharedCounts):
         uid: number of the instance's registration, never used again.
         tags: parts that the keys are divided among; the same for all managers and for ever.
         flags: changes of the keys that say that a tag changed; without them the store is asked every time.
+        move: number of the move that this backend is for (`StoreMoves`); 0 for all other use.
     """
 
-    def __init__(self, client: RedisClient, uid: int, tags: int, flags: Revisions | None = None) -> None:
+    def __init__(self, client: RedisClient, uid: int, tags: int, flags: Revisions | None = None, move: int = 0) -> None:
+        self._move = move or ""
         self._tags = [TagKeys.of(client.prefix, uid, tag) for tag in range(tags)]
         pending, changed = [tag.pending for tag in self._tags], [tag.changed for tag in self._tags]
         owner = owner_of(changed[0])
-        sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage]) for tag in self._tags])
+        sums = SharedSums([ScriptCall(TOTALS, [tag.places, tag.usage, tag.fence]) for tag in self._tags])
         super().__init__(client, DueSets(client, pending, [(flags or Revisions(), owner)], changed), sums)
 
     # Reads.
@@ -258,7 +279,9 @@ class RunsBackend(SharedCounts):
         left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
         values: list[bytes] = []
         while left:
-            answers = await self._run([ScriptCall(READ, [tag.places, tag.runs], [some]) for tag, some in left])
+            answers = await self._run(
+                [ScriptCall(READ, [tag.places, tag.runs, tag.fence], [some]) for tag, some in left]
+            )
             values += [each for answer in answers for each in answer[1:]]
             rest = [(tag, some[_KEY_BYTES * answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
             left = [(tag, some) for tag, some in rest if some]
@@ -337,18 +360,13 @@ class RunsBackend(SharedCounts):
         """Go through the runs, and then through those that came meanwhile: a block that leaves its run comes into a new
         one. In the order of the index each page would need the runs of all its blocks."""
         for tag in self._tags:
-            (newest,) = await self._client.execute([(b"HGET", tag.usage, b"@")])
-            cursor: Any = None
-            while cursor != b"0":
-                scan = (b"ZSCAN", tag.order, cursor or b"0", b"COUNT", max(1, batch_size // MOST_BLOCKS))
-                ((cursor, found),) = await self._client.execute([scan])
-                for some in _cut(list(dict.fromkeys(found[::2])), max(1, batch_size // MOST_BLOCKS)):
-                    (keys,) = await self._client.run([ScriptCall(KEYS, [tag.runs], some)])
-                    async for page in self._pages(tag, b"".join(keys), batch_size):
-                        yield page
-            number, is_last = int(newest or 0), 0
+            number, is_last = await self._newest_run(tag), 0
+            async for some in self._run_ids(tag, max(1, batch_size // MOST_BLOCKS)):
+                (keys,) = await self._client.run([ScriptCall(KEYS, [tag.runs], some)])
+                async for page in self._pages(tag, b"".join(keys), batch_size):
+                    yield page
             while not is_last:
-                call = ScriptCall(NEWER, [tag.usage, tag.runs], [number, _MOST_RUNS_PER_CALL])
+                call = ScriptCall(NEWER, [tag.usage, tag.runs, tag.fence], [number, _MOST_RUNS_PER_CALL])
                 ((number, is_last, *keys),) = await self._client.run([call])
                 async for page in self._pages(tag, b"".join(keys), batch_size):
                     yield page
@@ -412,7 +430,8 @@ class RunsBackend(SharedCounts):
                 for tag, group in self._beginnings(run):
                     groups[tag].append(group)
         parts = [part for tag, some in groups.items() for part in self._calls(tag, some)]
-        return StagedChange([part.call for part in parts], lambda answers: self._settled(parts, answers))
+        calls = [part.call for part in parts]
+        return StagedChange(self._client, calls, lambda answers: self._settled(parts, answers))
 
     def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
         groups: defaultdict[int, list[_Group]] = defaultdict(list)
@@ -428,7 +447,7 @@ class RunsBackend(SharedCounts):
                 lost += keys if answer is None else part.lost(answer[1:])
             return Written(lost, {})
 
-        return StagedChange([part.call for part in parts], settle)
+        return StagedChange(self._client, [part.call for part in parts], settle)
 
     def _beginnings(self, run: BlockRun) -> Iterator[tuple[int, _Group]]:
         """Yield the groups of a run that begins, with their tags."""
@@ -472,8 +491,9 @@ class RunsBackend(SharedCounts):
         per_call = _MOST_BLOCKS_PER_CALL // MOST_BLOCKS
         for some in _cut(groups, per_call):
             chosen = script or (CHANGE if any(group.growth > 0 for group in some) else SHRINK)
-            documents = [group.document.numbered(at) for at, group in enumerate(some, 3)]
-            arguments: list[Argument] = [_encode(documents), int(chosen.guards), *(group.content for group in some)]
+            documents = [group.document.numbered(at) for at, group in enumerate(some, 4)]
+            contents = [group.content for group in some]
+            arguments: list[Argument] = [_encode(documents), int(chosen.guards), self._move, *contents]
             measure("meta_indexer.io_data_size", sum(len(group.content) for group in some))
             load = sum(len(group.keys) for group in some) * MOST_KEYS_PER_SCRIPT // _MOST_BLOCKS_PER_CALL
             yield _TagChange(tag, some, ScriptCall(chosen, names, arguments, load))
@@ -517,9 +537,52 @@ class RunsBackend(SharedCounts):
     async def drop(self) -> None:
         left = self._tags
         while left:
-            sizes = await self._client.run([ScriptCall(DROP, tag, [_MOST_RUNS_PER_CALL]) for tag in left])
+            sizes = await self._client.run([ScriptCall(DROP, tag, [_MOST_RUNS_PER_CALL, self._move]) for tag in left])
             left = [tag for tag, size in zip(left, sizes, strict=True) if size]
         self._sums.clear()
+
+    # Moves to another store (`StoreMoves`).
+
+    async def set_fence(self, fence: Fence) -> None:
+        """Set the fence of every tag, as the move that this backend is for.
+
+        Raises:
+            BlocksMovedError: a later move was here.
+        """
+        seconds = _LEFT_SECONDS if fence is Fence.LEFT else 0
+        await self._client.run([ScriptCall(SET_FENCE, [tag.fence], [self._move, fence, seconds]) for tag in self._tags])
+
+    async def lift_fence(self, move: int) -> None:
+        """Let changes go on that a move keeps waiting which has ended."""
+        await self._client.run([ScriptCall(LIFT_FENCE, [tag.fence], [move]) for tag in self._tags])
+
+    async def listing(self, most: int) -> AsyncIterator[list[tuple[bytes, bytes]]]:
+        """Yield stamp and keys, as they are stored, of every run, so many at a time. A run that is cut meanwhile may
+        come twice, whole and in parts; one that comes meanwhile may be missing."""
+        for number, tag in enumerate(self._tags):
+            before = await self._newest_run(tag)
+            async for ids in self._run_ids(tag, most):
+                yield await self._listed(tag, ids)
+            newer = range(before + 1, 1 + await self._newest_run(tag))
+            for some in _cut(newer, most):
+                yield await self._listed(tag, [(number << _TAG_SHIFT | each).to_bytes(_KEY_BYTES) for each in some])
+
+    async def _listed(self, tag: TagKeys, ids: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+        (runs,) = await self._client.run([ScriptCall(LISTING, [tag.runs], ids)])
+        return [(run[:STAMP_SIZE], run[STAMP_SIZE:]) for run in runs if run]
+
+    async def _newest_run(self, tag: TagKeys) -> int:
+        (newest,) = await self._client.execute([(b"HGET", tag.usage, b"@")])
+        return int(newest or 0)
+
+    async def _run_ids(self, tag: TagKeys, most: int) -> AsyncIterator[Sequence[bytes]]:
+        """Yield the ids of all runs; of those that come or go meanwhile maybe some."""
+        cursor: Any = None
+        while cursor != b"0":
+            scan = (b"ZSCAN", tag.order, cursor or b"0", b"COUNT", most)
+            ((cursor, found),) = await self._client.execute([scan])
+            for ids in _cut(list(dict.fromkeys(found[::2])), most):
+                yield ids
 
     async def _run(self, calls: Sequence[ScriptCall]) -> list[Any]:
         return [answer for some in _cut(calls, _MOST_CALLS_AT_ONCE) for answer in await self._client.run(some)]

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import re
 import time
 from binascii import crc_hqx
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -37,7 +38,7 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from kvcm.model.errors import StorageIOError
+from kvcm.model.errors import BlocksMovedError, StorageIOError
 from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.uri import Address, RedisSettings
 from kvcm.store.store import StoreGate
@@ -45,6 +46,7 @@ from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
     "MOST_KEYS_PER_SCRIPT",
+    "MOVED_CODE",
     "Argument",
     "Command",
     "Eviction",
@@ -57,6 +59,7 @@ __all__ = [
     "Topology",
     "fits_in_one",
     "open_connection",
+    "run_across",
     "slot_of",
 ]
 
@@ -121,6 +124,8 @@ class ScriptCall(NamedTuple):
 
 Stages = Sequence[Sequence[ScriptCall]]
 """Calls of one stage run in any order; those of the next one only if no guard answered 0."""
+MOVED_CODE: Final = "KVCMMOVED"
+"""Error of a script that finds the blocks on their way to another store."""
 MOST_KEYS_PER_SCRIPT: Final = 160
 """Of a stage; then a script holds up the server for about a millisecond."""
 _IN_TURN: Final = """
@@ -705,8 +710,12 @@ class RedisClient:
 
     def ungated(self) -> RedisClient:
         """Return a client over the same connections that no gate holds up: for what decides over the gate."""
+        return self.gated(StoreGate())
+
+    def gated(self, gate: StoreGate) -> RedisClient:
+        """Return a client over the same connections with a gate of its own."""
         other = copy.copy(self)
-        other.gate = StoreGate()
+        other.gate = gate
         return other
 
     async def mget(self, groups: Sequence[Sequence[bytes]]) -> list[list[bytes | None]]:
@@ -824,7 +833,7 @@ class RedisClient:
 
     def _check_gate(self, *, creates: bool = False) -> None:
         if self.gate.closed:
-            raise StorageIOError(self.gate.closed)
+            raise (BlocksMovedError if self.gate.moved else StorageIOError)(self.gate.closed)
         if creates and self.gate.full:
             raise StorageIOError(self.gate.full)
 
@@ -913,6 +922,9 @@ class RedisClient:
     def _checked(answers: list[Any]) -> list[Any]:
         for answer in answers:
             if isinstance(answer, ResponseError):
+                if _code(answer) == MOVED_CODE:
+                    number = re.search("[0-9]+", str(answer))
+                    raise BlocksMovedError(str(answer), int(number[0]) if number else 0)
                 hint = _FULL if _code(answer) == "OOM" else "; try again" if _code(answer) in _PASSING else ""
                 text = f"{answer.status_code} {answer}" if answer.status_code else str(answer)
                 raise StorageIOError(f"redis answers: {text}{hint}")
@@ -933,6 +945,17 @@ async def _all(askings: Iterable[Awaitable[list[Any]]]) -> list[list[Any]]:
         if isinstance(result, BaseException):
             raise result
     return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def run_across(stages: Sequence[tuple[RedisClient, Sequence[ScriptCall]]]) -> list[list[Any]]:
+    """Run stages of scripts on several stores, each only if no guard of an earlier one answered 0, and return the
+    answers of those that ran: a round trip for each."""
+    answers: list[list[Any]] = []
+    for client, stage in stages:
+        answers.append(await client.run(stage))
+        if not _goes_on(stage, answers[-1]):
+            break
+    return answers
 
 
 def fits_in_one(stage: Sequence[ScriptCall]) -> bool:

@@ -6,6 +6,7 @@ import secrets
 import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import count
+from types import MappingProxyType
 from typing import Any
 
 from redis.exceptions import AskError, ResponseError
@@ -312,6 +313,8 @@ class RedisStore:
 
     Args:
         client: of the servers; closed with the store.
+        name: of a further store for blocks; "" for the store that has the registry.
+        others: the further stores, by name. Of each a table has the name of it behind an `@`.
 
     Attributes:
         revisions: changes of the keys below `notified_prefixes`, and of blocks, while invalidations are received.
@@ -320,8 +323,12 @@ class RedisStore:
 
     is_shared = True
 
-    def __init__(self, client: RedisClient) -> None:
+    def __init__(
+        self, client: RedisClient, name: str = "", others: Mapping[str, RedisStore] = MappingProxyType({})
+    ) -> None:
         self.client = client
+        self.name = name
+        self.others = others
         self.revisions, self.flags = Revisions(), Revisions()
         self._greeters: list[Callable[[ReadDocuments, float], Awaitable[None]]] = []
 
@@ -344,13 +351,20 @@ class RedisStore:
         return RedisTable(self.client.ungated(), "registry", 1)
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
-        return RedisTable(self.client, name, shard_count, self.revisions, self.flags)
+        base, _, store = name.partition("@")
+        if store != self.name:
+            return self.others[store].table(name, shard_count)
+        return RedisTable(self.client, base, shard_count, self.revisions, self.flags)
 
     async def parts(self) -> Sequence[str]:
-        """Return names of tables, one of them at least on each master."""
-        if not self.client.is_cluster:
-            return (PART,)
-        return await self.client.one_per_master(f"{PART}{number}" for number in count())
+        """Return names of tables, one of them at least on each master, those of the further stores last."""
+        names: Sequence[str] = (PART,)
+        if self.client.is_cluster:
+            names = await self.client.one_per_master(f"{PART}{number}" for number in count())
+        own = [f"{name}@{self.name}" for name in names] if self.name else list(names)
+        for other in self.others.values():
+            own += await other.parts()
+        return own
 
     def on_new_server(self, greet: Callable[[ReadDocuments, float], Awaitable[None]]) -> None:
         """Call `greet` before a server gets its first command that this process did not know as a master: it may be a
@@ -361,7 +375,10 @@ class RedisStore:
 
         async def greet_server(send: Exchange) -> None:
             async def read(part: str, names: Sequence[str]) -> Sequence[bytes | None] | None:
-                key = RedisTable(self.client, part, 1).document_key
+                base, _, store = part.partition("@")
+                if store != self.name:
+                    return None
+                key = RedisTable(self.client, base, 1).document_key
                 (answer,) = await send([(b"HMGET", key, *(name.encode() for name in names))])
                 if isinstance(answer, AskError):  # or MovedError: another server has it
                     return None
@@ -383,4 +400,5 @@ class RedisStore:
         """As `flush`: when a server syncs is its own affair."""
 
     async def close(self) -> None:
-        await self.client.close()
+        for store in (self, *self.others.values()):
+            await store.client.close()
