@@ -203,7 +203,7 @@ class OpenCaches:
             self._registry.instances.get(instance_id)  # raises
             raise AssertionError(f"instance {instance_id!r} is registered, but not listed")
         cache = self._caches.get(registration.placement.uid)
-        if cache is None or cache.instance is not registration.instance:
+        if cache is None or cache.placement is not registration.placement:
             return self._reopen(cache, registration)
         return cache
 

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvcm.cache.instance_cache import InstanceCache, OpenCaches
@@ -208,7 +209,8 @@ class CacheManager:
         cache = self.cache(instance_id)
         await self._registry.instances.remove(instance_id, cache.placement.uid)  # not a later registration
         # No caller can retry this, so it is not left half done when the caller hangs up.
-        await uninterrupted(self._removals.begin(cache))
+        with suppress(BlocksMovedError):  # then it goes on in the background
+            await uninterrupted(self._removals.begin(cache))
         await self._store.flush()
 
     async def purge_removed(self) -> None:

@@ -6,9 +6,9 @@
     finish   decide → let the blocks serve → the outcome replaces the document
 
 Each is a row of stages, of which a later one runs only where the earlier ones succeeded: so the order of
-`write_sessions.py` holds wherever a manager or a server dies. On one server the stages are one script; on a cluster, and
-where the blocks are in a store of their own, a round trip each. What does not go like this is left to the caller, who
-does it block by block: blocks that are there already, blocks that failed, sessions that another manager began.
+`write_sessions.py` holds wherever a manager or a server dies. On one server the stages are one script; on a cluster,
+and where the blocks are in a store of their own, a round trip each. What does not go like this is left to the caller,
+who does it block by block: blocks that are there already, blocks that failed, sessions that another manager began.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcm.cache.quotas import Reservation, SharedLedger
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import MetaIndex, StagedWrite
-from kvcm.model.errors import KvcmError
+from kvcm.model.errors import BlocksMovedError, KvcmError
 from kvcm.model.locations import BlockRun
 from kvcm.store.redis.client import RedisClient, ScriptCall, Stages, fits_in_one, run_across
 from kvcm.store.redis.store import RedisTable
@@ -122,6 +122,10 @@ class SharedWrites:
         first = [[*reserving, opening]] if has_trips or not reserving else [reserving, [opening]]
         try:
             found = await self._run(first, blocks, recheck=self._sessions.holding(session.name, session.content))
+        except BlocksMovedError:
+            if len(blocks.calls) > 1:  # else the only one was refused
+                blocks.fail()
+            raise
         except BaseException:
             blocks.fail()
             raise

@@ -27,6 +27,7 @@ from both (each lookup would cost twice).
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,7 +52,6 @@ READ_SECONDS: Final = 3.0
 _RUNS_PER_LIST: Final = 256
 _BLOCKS_PER_COPY: Final = 256
 _FEW_BLOCKS: Final = 2_000  # are copied in some 50 ms, in which writes wait
-_MOST_ROUNDS: Final = 20
 _LONGEST_PAUSE_SECONDS: Final = 60.0
 _log = structlog.get_logger("kvcm.store")
 
@@ -68,7 +68,6 @@ class MoveProgress:
         source: store that its blocks leave.
         target: store that they come to.
         blocks: copied so far, of this attempt.
-        rounds: of copying, of this attempt.
         trouble: why the last attempt ended, "" where none did.
         retry_at: unix seconds of the next attempt.
         failures: attempts that ended.
@@ -78,7 +77,6 @@ class MoveProgress:
     source: str
     target: str
     blocks: int = 0
-    rounds: int = 0
     trouble: str = ""
     retry_at: float = 0.0
     failures: int = 0
@@ -160,9 +158,9 @@ class StoreMoves:
         await target.set_fence(Fence.COPYING)
         await target.drop()
         copy = _Copy(source, target, self._give_way, known)
-        for known.rounds in range(1, _MOST_ROUNDS + 1):
-            if await copy.run() <= _FEW_BLOCKS:
-                break
+        changed, before = await copy.run(), math.inf
+        while _FEW_BLOCKS < changed < before / 2:  # else writes are as fast as the copy: only the fence ends that
+            changed, before = await copy.run(), changed
         await uninterrupted(self._switch(copy, move, registration, is_leader))
         _log.info("instance_moved", instance=known.instance_id, store=move.target, blocks=copy.blocks)
 
@@ -196,6 +194,7 @@ class StoreMoves:
         """Clear the source of a move that is placed, or the target of one that is not wanted any more."""
         try:
             if not move.is_placed:
+                await self._opened(move, move.source).set_fence(Fence.LIVE)
                 await self._clear(move, move.target, Fence.COPYING)
             elif self._clock.now() < move.placed_at + READ_SECONDS:
                 await self._opened(move, move.target).set_fence(Fence.LIVE)

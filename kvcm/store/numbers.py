@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from kvcm.model.errors import StorageIOError
 from kvcm.store.store import PART, Store
 
 __all__ = ["DeletionNumber", "DeletionNumbers", "Witnessed", "decode_witness", "encode_witness"]
@@ -73,7 +75,7 @@ class DeletionNumbers:
         earlier = await self._known(name, await self._store.parts())
         witnessed = await read_witness() or {}
         later = await self._known(name, witnessed)
-        if any(later[part].number < seen for part, seen in witnessed.items()):
+        if any(later[part].number < seen for part, seen in witnessed.items() if part in later):
             return True
         compared = witnessed or dict.fromkeys(earlier, 0)
         return any(seen < earlier[part].witnessed for part, seen in compared.items() if part in earlier)
@@ -95,7 +97,9 @@ class DeletionNumbers:
         """
         parts = await self._store.parts()
         asked = {part: witnessed.get(part, 0) for part in {*parts, *witnessed}}
-        given = await asyncio.gather(*(self._advance(name, part, least, seen, force) for part, seen in asked.items()))
+        given = await asyncio.gather(
+            *(self._try_advance(name, part, least, seen, force) for part, seen in asked.items())
+        )
         await self._store.flush()
         numbers = {part: number for part, number in zip(asked, given, strict=True) if number is not None}
         return {part: numbers[part] for part in parts} if len(numbers) == len(asked) else None
@@ -111,12 +115,20 @@ class DeletionNumbers:
         Raises:
             StorageIOError: the store failed.
         """
-        await asyncio.gather(
-            *(
-                self._store.table(part).replace(name, _encode(number, before.get(part, 0)), _encode(number, number))
-                for part, number in given.items()
-            )
-        )
+        await asyncio.gather(*(self._confirm(name, part, before.get(part, 0), of) for part, of in given.items()))
+
+    async def _confirm(self, name: str, part: str, before: int, number: int) -> None:
+        with _unless_of_others(part):
+            await self._store.table(part).replace(name, _encode(number, before), _encode(number, number))
+
+    async def _try_advance(self, name: str, part: str, least: int, seen: int, force: bool) -> int | None:
+        """Do `_advance`; a part of a further store that is away stays as it was witnessed: no block of it goes now."""
+        try:
+            return await self._advance(name, part, least, seen, force)
+        except StorageIOError:
+            if "@" not in part:
+                raise
+            return seen
 
     async def _advance(self, name: str, part: str, least: int, seen: int, force: bool) -> int | None:
         table = self._store.table(part)
@@ -130,9 +142,21 @@ class DeletionNumbers:
                 return number
 
     async def _known(self, name: str, parts: Iterable[str]) -> dict[str, DeletionNumber]:
-        asked = list(parts)
-        documents = await asyncio.gather(*(self._store.table(part).get(name) for part in asked))
-        return dict(zip(asked, map(DeletionNumber.decoded, documents), strict=True))
+        """Return the numbers of parts, without those of further stores that are away: their servers are compared when
+        they answer again (`RedisStore.on_new_server`)."""
+        known: dict[str, DeletionNumber] = {}
+
+        async def read(part: str) -> None:
+            with _unless_of_others(part):
+                known[part] = DeletionNumber.decoded(await self._store.table(part).get(name))
+
+        await asyncio.gather(*map(read, parts))
+        return known
+
+
+def _unless_of_others(part: str) -> AbstractContextManager[Any]:
+    """Return what suppresses errors of a store where the part is of a further one, which may be away."""
+    return suppress(StorageIOError) if "@" in part else nullcontext()
 
 
 def _encode(number: int, seen: int) -> bytes:

@@ -923,12 +923,17 @@ class RedisClient:
         for answer in answers:
             if isinstance(answer, ResponseError):
                 if _code(answer) == MOVED_CODE:
-                    number = re.search("[0-9]+", str(answer))
-                    raise BlocksMovedError(str(answer), int(number[0]) if number else 0)
+                    raise _moved(str(answer))
                 hint = _FULL if _code(answer) == "OOM" else "; try again" if _code(answer) in _PASSING else ""
                 text = f"{answer.status_code} {answer}" if answer.status_code else str(answer)
                 raise StorageIOError(f"redis answers: {text}{hint}")
         return answers
+
+
+def _moved(answer: str) -> BlocksMovedError:
+    number = re.search("[0-9]+", answer)
+    move = int(number[0]) if number is not None else 0
+    return BlocksMovedError(f"the blocks are moving to another metadata store (move {move}): try again", move)
 
 
 async def _accept_server(_send: Exchange) -> None:

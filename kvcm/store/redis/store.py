@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.exceptions import AskError, ResponseError
 
+from kvcm.model.errors import StorageIOError
 from kvcm.store.redis.client import Argument, Exchange, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
 from kvcm.store.redis.tracking import Revisions, owner_of
@@ -352,8 +353,10 @@ class RedisStore:
 
     def table(self, name: str, shard_count: int = 1) -> RedisTable:
         base, _, store = name.partition("@")
-        if store != self.name:
+        if store in self.others:
             return self.others[store].table(name, shard_count)
+        if store != self.name:
+            raise StorageIOError(f"kvcm.store.block_stores of this manager does not name {store!r}")
         return RedisTable(self.client, base, shard_count, self.revisions, self.flags)
 
     async def parts(self) -> Sequence[str]:
