@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import grpc
 
+from kvcm.connectors.addresses import Addresses
 from kvcm.connectors.results import Outcome
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
@@ -50,6 +51,7 @@ __all__ = [
     "Send",
     "Verdict",
     "new_trace_id",
+    "ok_answer",
     "use_trace_id",
 ]
 
@@ -118,9 +120,10 @@ REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolRespon
 # 2. Only transient failures are retried: gRPC UNAVAILABLE, RESOURCE_EXHAUSTED (the server sheds load) and CANCELLED (a
 #    server that stops cancels requests that it has not begun, grpc/grpc#41785), and the answer codes SERVICE_NOT_READY
 #    and SERVER_NOT_LEADER. A timeout of the whole budget is final.
-# 3. Each of several addresses gets its share of the remaining budget, and a failed attempt moves on to the next address
-#    at once. After each full round the client pauses, for a time drawn from 0 to an exponentially growing limit ("full
-#    jitter"), so that the engines of a cluster do not come back all at the same moment.
+# 3. Each of several given addresses gets its share of the remaining budget, and a failed attempt moves on to the next
+#    address at once. The assigned manager comes first (`addresses.py`) and has the share of a given one. After a full
+#    round the client pauses, for a time drawn from 0 to an exponentially growing limit ("full jitter"), so that the
+#    engines of a cluster do not come back all at the same moment.
 # 4. A manager that sheds a request says when to retry (pushback). If all managers of a round push back, the client
 #    waits once, for the shortest pushback plus the drawn pause. If they push back again, or the pushback ends after the
 #    deadline, the call ends. Such managers count as alive.
@@ -160,7 +163,7 @@ class RetrySettings:
 class Send:
     """Send the request to an address and wait so long for the answer."""
 
-    address: int
+    address: str
     timeout_seconds: float
 
 
@@ -267,7 +270,7 @@ class Policy:
     """Decides the steps of every call of one client; safe to use from several threads.
 
     Args:
-        addresses: how many addresses there are, > 0.
+        addresses: where to send.
         settings: how patient to be.
         clock: seconds of a clock that never runs backwards.
         uniform: draws from a range.
@@ -275,7 +278,7 @@ class Policy:
 
     def __init__(
         self,
-        addresses: int,
+        addresses: Addresses,
         settings: RetrySettings,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
@@ -285,7 +288,6 @@ class Policy:
         self._clock = clock
         self._uniform = uniform
         self._breaker = Breaker(settings, clock)
-        self._preferred = 0  # where the last answer came from; a plain number, torn updates are impossible
 
     @property
     def is_suspended(self) -> bool:
@@ -309,16 +311,16 @@ class Policy:
 
     def _attempts(self, deadline: float) -> _Attempts[AnswerT]:
         """Yield the attempts; return the last verdict, and whether a manager is alive, None when nothing was sent."""
-        first = self._preferred
+        order, given = self._addresses.order, self._addresses.given_count
         is_alive: bool | None = None
         last: Verdict[AnswerT] = Verdict(Outcome.TIMEOUT, reason="the budget is 0 or less")
         pushed_back: list[float] = []  # of this round
         waits_again = False
-        for attempt in range(self._settings.max_rounds * self._addresses):
-            round_number, position = divmod(attempt, self._addresses)
+        for attempt in range(self._settings.max_rounds * len(order)):
+            round_number, position = divmod(attempt, len(order))
             if position == 0 and round_number > 0:
                 pause_seconds = self._pause_seconds(round_number)
-                if len(pushed_back) == self._addresses:
+                if len(pushed_back) == len(order):
                     if waits_again:
                         break
                     waits_again = True
@@ -333,22 +335,34 @@ class Policy:
             # Only now: the call that passes as the probe must also send it.
             if attempt == 0 and not self._breaker.allows_call():
                 return Verdict(Outcome.MISS_ON_ERROR, reason="no manager answered lately; not asked"), None
-            address = (first + position) % self._addresses
-            reply = yield Send(address, left_seconds / (self._addresses - position))
+            address = order[position]
+            reply = yield Send(address, left_seconds / min(given, len(order) - position))
             assert reply is not None
             last, is_final = _verdict_of(reply, attempt)
             # Every answer comes from a living manager, whatever it says, and so do statuses that stay.
             is_alive = is_final or reply.answer is not None or reply.pushback_seconds is not None
             if reply.pushback_seconds is not None:
                 pushed_back.append(reply.pushback_seconds)
+            self._record(address, reply, is_final=is_final)
             if is_final:
-                self._preferred = address
                 break
         return last, is_alive
+
+    def _record(self, address: str, reply: Reply[AnswerT], *, is_final: bool) -> None:
+        if is_final:
+            self._addresses.on_answer(address)
+        elif reply.pushback_seconds is None and reply.status is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            self._addresses.on_failure(address)  # one that sheds stays the assigned one
 
     def _pause_seconds(self, round_number: int) -> float:
         doubled = self._settings.first_pause_seconds * 2.0 ** (round_number - 1)
         return self._uniform(0.0, min(doubled, self._settings.max_pause_seconds))
+
+
+def ok_answer(reply: Reply[AnswerT]) -> AnswerT | None:
+    """Return the answer of one attempt if its code is OK, else None."""
+    answer = reply.answer
+    return answer if answer is not None and _status(answer)[0] == ErrorCode.OK else None
 
 
 def _verdict_of(reply: Reply[AnswerT], retries: int) -> tuple[Verdict[AnswerT], bool]:

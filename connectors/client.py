@@ -18,7 +18,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from kvcm.connectors.calls import AnswerT, Call, CallSteps, Pause, Reply
+from kvcm.connectors.addresses import Addresses, AnnouncedManager, parse_addresses
+from kvcm.connectors.calls import GET_CLUSTER_INFO, AnswerT, Call, CallSteps, Pause, Reply, ok_answer
 from kvcm.connectors.credentials import CredentialFiles, PresentedCredentials
 from kvcm.connectors.exchanges import ClientSettings, Exchange, Exchanges, ResultT
 from kvcm.connectors.results import (
@@ -33,13 +34,15 @@ from kvcm.connectors.results import (
     Registration,
     WriteGrant,
 )
-from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeployment
 from kvcm.model.uri import LocationUri
+from kvcm.protocol import meta_service_pb2 as meta
 
 __all__ = ["AsyncManagerClient", "ManagerClient", "error_reply", "parse_addresses", "remaining_seconds"]
 
-# ---- transport: addresses, channel options, gRPC errors ----
+_PROBE_SECONDS = 2.0
+
+# ---- transport: channel options, gRPC errors ----
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     # a match of a long prompt is bigger than gRPC's default limit of 4 MiB
@@ -60,32 +63,22 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-def parse_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses of a list or of a text separated by commas.
-
-    Raises:
-        InvalidArgumentError: there is none, or one is not `host:port`.
-    """
-    parts = addresses.split(",") if isinstance(addresses, str) else addresses
-    stripped = tuple(part.strip() for part in parts)
-    for address in stripped or ("",):
-        host, _, port = address.rpartition(":")
-        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InvalidArgumentError(f"addresses holds {address!r}, must be host:port with a port of 1 to 65535")
-    return stripped
+def _channel_options(login: CredentialFiles, addresses: Addresses, address: str) -> list[tuple[str, Any]]:
+    """Return the options of a channel to an address."""
+    name = addresses.verified_name(address)
+    # The last one of a name counts: a name that the user gave.
+    return [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else []), *login.options]
 
 
-def _open_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.Channel:
+def _open_channel(address: str, options: list[tuple[str, Any]], shown: PresentedCredentials) -> grpc.Channel:
     """Return a channel for threads."""
-    options = [*_CHANNEL_OPTIONS, *login.options]
     if shown.channel is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, shown.channel, options)
 
 
-def _open_async_channel(address: str, login: CredentialFiles, shown: PresentedCredentials) -> grpc.aio.Channel:
+def _open_async_channel(address: str, options: list[tuple[str, Any]], shown: PresentedCredentials) -> grpc.aio.Channel:
     """Return a channel for the running event loop."""
-    options = [*_CHANNEL_OPTIONS, *login.options]
     if shown.channel is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, shown.channel, options)
@@ -121,11 +114,11 @@ class AsyncManagerClient:
     def __init__(
         self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
     ) -> None:
-        self._addresses = parse_addresses(addresses)
-        settings = settings or ClientSettings()
+        given, settings = parse_addresses(addresses), settings or ClientSettings()
         self._login = CredentialFiles(settings.credentials)
-        self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
-        self._channels: dict[int, tuple[grpc.aio.Channel, PresentedCredentials]] = {}
+        self._exchanges = Exchanges(given, instance_id, settings)
+        self._channels: dict[str, tuple[grpc.aio.Channel, PresentedCredentials]] = {}
+        self._probe: asyncio.Task[None] | None = None
         self._closed = False
 
     def counters(self) -> dict[str, CallCounters]:
@@ -332,6 +325,9 @@ class AsyncManagerClient:
     async def close(self) -> None:
         """See `ManagerClient.close`."""
         self._closed = True
+        if self._probe is not None:
+            self._probe.cancel()
+            await asyncio.wait([self._probe])
         for channel, _ in self._channels.values():
             await channel.close()
 
@@ -351,14 +347,16 @@ class AsyncManagerClient:
             try:
                 step = steps.send(reply)
             except StopIteration as end:
-                return self._exchanges.finish(exchange, end.value)
+                result = self._exchanges.finish(exchange, end.value)
+                self._follow_assignment()
+                return result
             if isinstance(step, Pause):
                 reply = None
                 await asyncio.sleep(step.seconds)
             else:
                 reply = await self._send(exchange.call, request, step.address, step.timeout_seconds)
 
-    async def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+    async def _send(self, call: Call[AnswerT], request: bytes, address: str, timeout_seconds: float) -> Reply[AnswerT]:
         begin, shown = time.monotonic(), self._login.presented
         reply = await self._attempt(call, request, address, timeout_seconds, shown)
         is_in_doubt = reply.answer is None and self._login.may_have_changed(reply.status)
@@ -368,7 +366,7 @@ class AsyncManagerClient:
         return reply
 
     async def _attempt(
-        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: PresentedCredentials
+        self, call: Call[AnswerT], request: bytes, address: str, timeout_seconds: float, shown: PresentedCredentials
     ) -> Reply[AnswerT]:
         try:
             channel = self._channel(address, shown)
@@ -377,22 +375,47 @@ class AsyncManagerClient:
         except Exception as error:
             return error_reply(error)
 
-    def _channel(self, address: int, shown: PresentedCredentials) -> grpc.aio.Channel:
+    def _channel(self, address: str, shown: PresentedCredentials) -> grpc.aio.Channel:
         if self._closed:
             raise ValueError("the client is closed")
         known = self._channels.get(address)
         if known is None or known[1].channel is not shown.channel:
             # Made on the first call, because a channel belongs to the event loop that runs then.
-            known = self._channels[address] = _open_async_channel(self._addresses[address], self._login, shown), shown
+            options = _channel_options(self._login, self._exchanges.addresses, address)
+            known = self._channels[address] = _open_async_channel(address, options, shown), shown
         return known[0]
+
+    def _follow_assignment(self) -> None:
+        """Begin to probe an announced manager if there is one to follow."""
+        manager = None if self._closed else self._exchanges.addresses.next_probe()
+        if manager is not None:
+            self._probe = asyncio.get_running_loop().create_task(self._probe_manager(manager))
+
+    async def _probe_manager(self, manager: AnnouncedManager) -> None:
+        answer = None
+        try:
+            await self._close_unused()
+            request = self._exchanges.probe().SerializeToString()
+            shown = self._login.presented
+            reply = await self._attempt(GET_CLUSTER_INFO, request, manager.address, _PROBE_SECONDS, shown)
+            answer = ok_answer(reply)
+        finally:
+            self._exchanges.addresses.on_probe(manager, answer)
+
+    async def _close_unused(self) -> None:
+        in_use = self._exchanges.addresses.in_use()
+        for address in [each for each in self._channels if each not in in_use]:
+            channel, _ = self._channels.pop(address)
+            await channel.close()
 
 
 class ManagerClient:
     """Calls the manager from threads; safe to share between them.
 
     Args:
-        addresses: `host:port` of each manager, a list or separated by commas. All are equal; the list is walked when
-            one does not serve.
+        addresses: `host:port` of each manager, or of a load balancer in front of them; a list or separated by commas.
+            All are equal; the list is walked when one does not serve. The manager that the instance is assigned to is
+            called first, once it is known (`ClientSettings.follow_assignment`).
         instance_id: instance that all calls are about.
         settings: deadlines and retries.
 
@@ -405,11 +428,10 @@ class ManagerClient:
     def __init__(
         self, addresses: str | Sequence[str], instance_id: str, settings: ClientSettings | None = None
     ) -> None:
-        self._addresses = parse_addresses(addresses)
-        settings = settings or ClientSettings()
+        given, settings = parse_addresses(addresses), settings or ClientSettings()
         self._login = CredentialFiles(settings.credentials)
-        self._exchanges = Exchanges(len(self._addresses), instance_id, settings)
-        self._channels: dict[int, tuple[grpc.Channel, PresentedCredentials]] = {}
+        self._exchanges = Exchanges(given, instance_id, settings)
+        self._channels: dict[str, tuple[grpc.Channel, PresentedCredentials]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -723,14 +745,16 @@ class ManagerClient:
             try:
                 step = steps.send(reply)
             except StopIteration as end:
-                return self._exchanges.finish(exchange, end.value)
+                result = self._exchanges.finish(exchange, end.value)
+                self._follow_assignment()
+                return result
             if isinstance(step, Pause):
                 reply = None
                 time.sleep(step.seconds)
             else:
                 reply = self._send(exchange.call, request, step.address, step.timeout_seconds)
 
-    def _send(self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float) -> Reply[AnswerT]:
+    def _send(self, call: Call[AnswerT], request: bytes, address: str, timeout_seconds: float) -> Reply[AnswerT]:
         begin, shown = time.monotonic(), self._login.presented
         reply = self._attempt(call, request, address, timeout_seconds, shown)
         if reply.answer is None and self._login.may_have_changed(reply.status) and self._login.reload(shown):
@@ -739,7 +763,7 @@ class ManagerClient:
         return reply
 
     def _attempt(
-        self, call: Call[AnswerT], request: bytes, address: int, timeout_seconds: float, shown: PresentedCredentials
+        self, call: Call[AnswerT], request: bytes, address: str, timeout_seconds: float, shown: PresentedCredentials
     ) -> Reply[AnswerT]:
         try:
             channel = self._channel(address, shown)
@@ -748,11 +772,45 @@ class ManagerClient:
         except Exception as error:
             return error_reply(error)
 
-    def _channel(self, address: int, shown: PresentedCredentials) -> grpc.Channel:
+    def _channel(self, address: str, shown: PresentedCredentials) -> grpc.Channel:
         with self._lock:
             if self._closed:
                 raise ValueError("the client is closed")
             known = self._channels.get(address)
             if known is None or known[1].channel is not shown.channel:
-                known = self._channels[address] = _open_channel(self._addresses[address], self._login, shown), shown
+                options = _channel_options(self._login, self._exchanges.addresses, address)
+                known = self._channels[address] = _open_channel(address, options, shown), shown
             return known[0]
+
+    def _follow_assignment(self) -> None:
+        """Begin to probe an announced manager if there is one to follow. gRPC receives the answer: no call waits."""
+        addresses = self._exchanges.addresses
+        manager = addresses.next_probe()
+        if manager is None:
+            return
+        try:
+            self._close_unused()
+            request, shown = self._exchanges.probe().SerializeToString(), self._login.presented
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel(manager.address, shown).unary_unary(
+                GET_CLUSTER_INFO.path
+            )
+            probe = method.future(request, timeout=_PROBE_SECONDS, metadata=shown.metadata)
+        except Exception:  # the client is closed
+            addresses.on_probe(manager, None)
+            return
+        probe.add_done_callback(lambda done: addresses.on_probe(manager, _probe_answer(done)))
+
+    def _close_unused(self) -> None:
+        in_use = self._exchanges.addresses.in_use()
+        with self._lock:
+            for address in [each for each in self._channels if each not in in_use]:
+                channel, _ = self._channels.pop(address)
+                channel.close()
+
+
+def _probe_answer(probe: Any) -> meta.GetClusterInfoResponse | None:
+    """Return the answer of a probe that ended, None without one that is OK."""
+    try:
+        return ok_answer(Reply(GET_CLUSTER_INFO.decode(probe.result())))
+    except Exception:
+        return None

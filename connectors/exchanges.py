@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from google.protobuf.message import Message
 
 from kvcm.connectors import calls
+from kvcm.connectors.addresses import Addresses
 from kvcm.connectors.calls import AnswerT, Call, Policy, RetrySettings, Verdict, new_trace_id
 from kvcm.connectors.credentials import ClientCredentials
 from kvcm.connectors.results import (
@@ -138,12 +139,15 @@ class ClientSettings:
         node_id: node of the caller, from `NodeSettings`: matches and writes then may name memory pools that are on
             it. "" for a caller that moves no bytes of pools.
         credentials: for authentication and TLS.
+        follow_assignment: call the manager that managers announce for the instance, once it answered a probe; the
+            given addresses stay in use when it does not serve. False: the given addresses alone.
     """
 
     timeout_seconds: float = 1.0
     retry: RetrySettings = field(default_factory=RetrySettings)
     node_id: str = ""
     credentials: ClientCredentials = field(default_factory=ClientCredentials)
+    follow_assignment: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ class Exchanges:
     """Builds the exchanges of one client and keeps its policy and journal.
 
     Args:
-        addresses: number of addresses of the manager.
+        addresses: of the managers.
         instance_id: instance that all calls are about.
         settings: how to call.
         clock: seconds of a clock that never runs backwards.
@@ -186,7 +190,7 @@ class Exchanges:
 
     def __init__(
         self,
-        addresses: int,
+        addresses: Sequence[str],
         instance_id: str,
         settings: ClientSettings,
         clock: Callable[[], float] = time.monotonic,
@@ -196,7 +200,8 @@ class Exchanges:
         self._settings = settings
         self._new_trace_id = new_trace_id
         self._journal = Journal(clock)
-        self.policy = Policy(addresses, settings.retry, clock)
+        self.addresses = Addresses(addresses, clock, follows=settings.follow_assignment)
+        self.policy = Policy(self.addresses, settings.retry, clock)
 
     @property
     def is_suspended(self) -> bool:
@@ -219,7 +224,13 @@ class Exchanges:
         else:
             result = exchange.on_failure(verdict)
         self._journal.record(exchange.call.name, verdict.outcome, verdict.retries, verdict.reason)
+        if announced := _announced(verdict.answer):
+            self.addresses.announce(announced)
         return result
+
+    def probe(self) -> meta.GetClusterInfoRequest:
+        """Return the request of a probe."""
+        return self._requests.cluster_info(self._new_trace_id())
 
     def register_instance(
         self,
@@ -496,6 +507,15 @@ class Exchanges:
     ) -> Exchange[AnswerT, ResultT]:
         budget = self._settings.timeout_seconds if timeout_seconds is None else timeout_seconds
         return Exchange(call, request, budget, conclude, miss)
+
+
+def _announced(answer: object) -> Sequence[meta.MetaNodeEndpoint]:
+    """Return the managers that an answer announces."""
+    if isinstance(answer, meta.RegisterInstanceResponse | meta.GetClusterInfoResponse):
+        return answer.preferred_managers
+    if isinstance(answer, meta.GetCacheLocationResponse | unread.UnreadCacheLocations):
+        return (answer.preferred_manager,) if answer.HasField("preferred_manager") else ()
+    return ()
 
 
 def _shortened(mask: int | Sequence[bool] | None) -> int | Sequence[bool] | None:

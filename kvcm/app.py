@@ -174,8 +174,9 @@ class Manager:
         components = await stack.enter_async_context(self.opened())
         stack.push_async_callback(components.flush)
         stack.push_async_callback(listeners.stop)  # before the components close, even with requests in flight
-        endpoint = listeners.endpoint(components.leadership.node_id, self._settings.bind_address)
-        place = ManagerAddress(endpoint, self._clock, lambda: self._gate.phase.value)
+        node_id = components.leadership.node_id
+        endpoint, advertised = listeners.endpoint(node_id, self._settings.bind_address), listeners.advertised(node_id)
+        place = ManagerAddress(advertised, self._clock, lambda: self._gate.phase.value)
         tls = files.tls if files is not None else None
         interface = ManagerApi.of(components, self._settings, self._reloader, place, spans=spans, tls=tls)
         stack.push_async_callback(interface.vitals.withdraw)
@@ -183,7 +184,7 @@ class Manager:
         stack.push_async_callback(end_tasks, tasks)
         stack.callback(shutdown.begin)
         stack.push_async_callback(self._drain, components, listeners)
-        await components.leadership.publish(endpoint)
+        await components.leadership.publish(advertised)
         await components.leadership.tick()
         await components.reclaimer.begin()  # reads every block once, before any request waits
         background: list[BackgroundTask] = [

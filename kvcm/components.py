@@ -961,9 +961,14 @@ class Components:
         Raises:
             NotLeaderError: naming the leader's address where it is known.
         """
-        own_store = not self.metadata.store.is_shared and bool(self.settings.distributed_lock_uri)
-        if self.settings.require_leader or own_store:
+        if self.serves_only_as_leader:
             refuse_unless_leading(self.leadership, plane)
+
+    @property
+    def serves_only_as_leader(self) -> bool:
+        """Whether calls are rejected while another manager leads."""
+        own_store = not self.metadata.store.is_shared and bool(self.settings.distributed_lock_uri)
+        return self.settings.require_leader or own_store
 
 
 async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:

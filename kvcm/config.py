@@ -62,6 +62,7 @@ _WITHOUT_EFFECT = {
     "event_publishers_configs",
 }
 _PASSWORD = re.compile("(?<=password)=[^&]*")
+_HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
@@ -109,6 +110,17 @@ def _paths(value: str) -> tuple[Path, ...]:
     if not all(path.is_absolute() for path in paths):
         raise ValueError("absolute directories separated by commas")
     return paths
+
+
+def _host(value: str) -> str:
+    """Return a host name or an ip address; brackets around one of IPv6 are left out."""
+    bare = value[1:-1] if value.startswith("[") and value.endswith("]") else value
+    if bare and not _HOST_NAME.fullmatch(bare):
+        try:
+            ip_address(bare)
+        except ValueError:
+            raise ValueError("a host name or an ip address, without a port") from None
+    return bare
 
 
 def _hosts(value: str) -> tuple[HostRule, ...]:
@@ -197,6 +209,9 @@ class Settings:
     io_thread_num: int = _setting("kvcm.service.io_thread_num", 0, _COUNT)
     enable_debug_service: bool = _setting("kvcm.service.enable_debug_service", False, lambda value: value == "true")
     host: str = _setting("kvcm.service.host", "")
+    advertised_host: str = _setting("kvcm.service.advertised_host", "", _host)
+    advertised_rpc_port: int = _setting("kvcm.service.advertised_rpc_port", 0, _PORT)
+    advertised_http_port: int = _setting("kvcm.service.advertised_http_port", 0, _PORT)
     insecure: bool = _setting("kvcm.service.insecure", False, _flag)
     require_leader: bool = _setting("kvcm.service.require_leader", False, _flag)
     drain_delay_ms: int = _setting("kvcm.service.drain_delay_ms", 0, _number(0, 3_600_000), hot=True)

@@ -34,6 +34,7 @@ from kvcm.model.keys import unmixed
 from kvcm.model.nodes import Endpoint
 from kvcm.model.principals import ANONYMOUS, UNRESTRICTED
 from kvcm.optimizer.live.bytes_needed import BytesNeeded
+from kvcm.registry.assignment import Assignment
 from kvcm.registry.leadership import Leadership, VitalsTable
 from kvcm.service.access import Access, AccessMetrics, KeyedAccess, OpenAccess
 from kvcm.service.access_api import AccessApi
@@ -144,6 +145,16 @@ class Listeners:
             admin_http_port=self._admin_http.port,
         )
 
+    def advertised(self, node_id: str) -> Endpoint:
+        """Return where others reach this manager: as configured, else the bound address and ports."""
+        bound, settings = self.endpoint(node_id, self._settings.bind_address), self._settings
+        return dataclasses.replace(
+            bound,
+            host=settings.advertised_host or bound.host,
+            meta_rpc_port=settings.advertised_rpc_port or bound.meta_rpc_port,
+            meta_http_port=settings.advertised_http_port or bound.meta_http_port,
+        )
+
     @property
     def debug_http_port(self) -> int | None:
         """Port of the debug service, None when it is off."""
@@ -233,7 +244,7 @@ class ManagerAddress(NamedTuple):
     """Where a manager serves, and its phase.
 
     Attributes:
-        endpoint: the bound ports.
+        endpoint: where others reach it.
         clock: time source.
         phase: returns the manager's phase.
     """
@@ -304,9 +315,10 @@ class ManagerApi:
         access = _access(components, settings)
         caller = _caller(components, recorder, limits, admission=admission, access=access, is_traced=spans is not None)
         recent, needed = RecentAccesses(settings.recent_keys, original=unmixed), BytesNeeded(settings.sampled_keys)
-        data = _data_calls(components, limits, recent)
+        assignment = Assignment(components.leadership.node_id, components.registry.instances.by_id)
+        data = _data_calls(components, limits, recent, assignment)
         admin = [
-            *_admin_calls(components, limits, metrics),
+            *_admin_calls(components, limits, metrics, assignment),
             *ConfigApi(reloader.reload).calls(),
             *_insight(components, limits, needed).calls(),
             *AccessApi(components.registry, is_required=settings.is_auth_required).calls(),
@@ -314,7 +326,7 @@ class ManagerApi:
         debug, data = _debug_calls(settings, data)
         for call in (*data, *admin):
             recorder.declare(call)
-        watch = _vitals(components, place, data, recorder)
+        watch = _vitals(components, place, data, recorder, None if components.serves_only_as_leader else assignment)
         components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
         readings = AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed)
         metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
@@ -389,7 +401,13 @@ def _estimates(components: Components, needed: BytesNeeded) -> Callable[[], Iter
     return lambda: needed_readings(needed, counts.groups, [group.name for group in components.registry.groups.all()])
 
 
-def _vitals(components: Components, place: ManagerAddress, calls: list[Call], recorder: CallRecorder) -> VitalsWatch:
+def _vitals(
+    components: Components,
+    place: ManagerAddress,
+    calls: list[Call],
+    recorder: CallRecorder,
+    assignment: Assignment | None,
+) -> VitalsWatch:
     groups, leadership = components.registry.groups, components.leadership
     reader = VitalsReader(
         place.endpoint,
@@ -406,7 +424,8 @@ def _vitals(components: Components, place: ManagerAddress, calls: list[Call], re
     store = (
         components.metadata.store if components.metadata.store.is_shared else MemoryStore()
     )  # no other manager reads it
-    return VitalsWatch(reader, VitalsTable(place.clock, store.table("vitals")), leadership, groups, place.clock)
+    table = VitalsTable(place.clock, store.table("vitals"))
+    return VitalsWatch(reader, table, leadership, groups, clock=place.clock, assignment=assignment)
 
 
 def _resources(calls: list[Call], caller: Caller, recent: RecentAccesses, watch: VitalsWatch) -> Resources:
@@ -474,7 +493,9 @@ def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport |
     return tracing
 
 
-def _data_calls(components: Components, limits: RequestLimits, recent: RecentAccesses) -> list[Call]:
+def _data_calls(
+    components: Components, limits: RequestLimits, recent: RecentAccesses, assignment: Assignment
+) -> list[Call]:
     meta = MetaApi(
         cache=components.cache,
         registry=components.registry,
@@ -482,12 +503,15 @@ def _data_calls(components: Components, limits: RequestLimits, recent: RecentAcc
         limits=limits,
         events=components.events,
         recent=recent,
+        assignment=assignment,
     )
     pins, pools = PinApi(components.cache, limits), PoolApi(components.registry, components.storages)
     return [*meta.calls(), *pins.calls(), *pools.calls()]
 
 
-def _admin_calls(components: Components, limits: RequestLimits, metrics: ApiMetrics) -> list[Call]:
+def _admin_calls(
+    components: Components, limits: RequestLimits, metrics: ApiMetrics, assignment: Assignment
+) -> list[Call]:
     series = CapacitySeries(
         components.view,
         components.registry,
@@ -506,6 +530,7 @@ def _admin_calls(components: Components, limits: RequestLimits, metrics: ApiMetr
         drains=components.drains,
         capacity=series,
         storages=components.storages,
+        assignment=assignment,
     )
     drains = DrainView(components.drains, components.storages, components.deletions, components.leadership)
     storages = StorageApi(components.drains, drains)

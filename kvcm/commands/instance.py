@@ -57,9 +57,12 @@ def list_instances(
 @instance_app.command("show")
 @with_options
 def show_instance(connection: Connection, instance: Instance, as_json: AsJson = False) -> None:
-    """Show an instance as it was registered."""
+    """Show an instance as it was registered, and which of several managers it is assigned to."""
     with exit_on_call_errors():
-        found = instance_info(connection.admin(), instance)
+        client = connection.admin()
+        found = instance_info(client, instance)
+        request = pb.GetManagerClusterInfoRequest(instance_id=instance)
+        cluster = client.call("GetManagerClusterInfo", request, pb.GetManagerClusterInfoResponse)
     if as_json:
         print_json(plain(found))
         return
@@ -73,6 +76,7 @@ def show_instance(connection: Connection, instance: Instance, as_json: AsJson = 
             *((name.replace("_", " "), str(value)) for name, value in model.items() if value),
             *((f"part {spec.name}", format_size(spec.size)) for spec in found.location_spec_infos),
             *((f"parts {group.name}", ", ".join(group.spec_names)) for group in found.location_spec_groups),
+            *(("assigned manager", f"{each.node_id} at {_address(each)}") for each in cluster.preferred_managers[:1]),
         ]
     )
 
@@ -115,6 +119,11 @@ def remove_instance(connection: Connection, instance: Instance, yes: Yes = False
     with exit_on_call_errors():
         request = pb.RemoveInstanceRequest(instance_id=instance)
         connection.admin().call("RemoveInstance", request, pb.CommonResponse)
+
+
+def _address(endpoint: pb.NodeEndpoint) -> str:
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return f"{host}:{endpoint.meta_rpc_port}"
 
 
 def _spec(text: str) -> pb.LocationSpecInfo:

@@ -901,10 +901,12 @@ class CheckHealthResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., is_leader: _Optional[bool] = ..., is_health: _Optional[bool] = ..., elector_last_loop_time_ms: _Optional[int] = ...) -> None: ...
 
 class GetManagerClusterInfoRequest(_message.Message):
-    __slots__ = ("trace_id",)
+    __slots__ = ("trace_id", "instance_id")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
-    def __init__(self, trace_id: _Optional[str] = ...) -> None: ...
+    instance_id: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class NodeEndpoint(_message.Message):
     __slots__ = ("node_id", "host", "meta_rpc_port", "meta_http_port", "admin_rpc_port", "admin_http_port", "custom_info")
@@ -925,20 +927,22 @@ class NodeEndpoint(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., meta_rpc_port: _Optional[int] = ..., meta_http_port: _Optional[int] = ..., admin_rpc_port: _Optional[int] = ..., admin_http_port: _Optional[int] = ..., custom_info: _Optional[str] = ...) -> None: ...
 
 class GetManagerClusterInfoResponse(_message.Message):
-    __slots__ = ("header", "info_updated_time", "self_leader_expiration_time", "self_node_id", "leader_node_id", "leader_endpoint")
+    __slots__ = ("header", "info_updated_time", "self_leader_expiration_time", "self_node_id", "leader_node_id", "leader_endpoint", "preferred_managers")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     INFO_UPDATED_TIME_FIELD_NUMBER: _ClassVar[int]
     SELF_LEADER_EXPIRATION_TIME_FIELD_NUMBER: _ClassVar[int]
     SELF_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LEADER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LEADER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_MANAGERS_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     info_updated_time: int
     self_leader_expiration_time: int
     self_node_id: str
     leader_node_id: str
     leader_endpoint: NodeEndpoint
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., info_updated_time: _Optional[int] = ..., self_leader_expiration_time: _Optional[int] = ..., self_node_id: _Optional[str] = ..., leader_node_id: _Optional[str] = ..., leader_endpoint: _Optional[_Union[NodeEndpoint, _Mapping]] = ...) -> None: ...
+    preferred_managers: _containers.RepeatedCompositeFieldContainer[NodeEndpoint]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., info_updated_time: _Optional[int] = ..., self_leader_expiration_time: _Optional[int] = ..., self_node_id: _Optional[str] = ..., leader_node_id: _Optional[str] = ..., leader_endpoint: _Optional[_Union[NodeEndpoint, _Mapping]] = ..., preferred_managers: _Optional[_Iterable[_Union[NodeEndpoint, _Mapping]]] = ...) -> None: ...
 
 class LeaderDemoteRequest(_message.Message):
     __slots__ = ("trace_id",)

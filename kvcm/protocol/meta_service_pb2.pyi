@@ -313,12 +313,14 @@ class RegisterInstanceRequest(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ...) -> None: ...
 
 class RegisterInstanceResponse(_message.Message):
-    __slots__ = ("header", "storage_configs")
+    __slots__ = ("header", "storage_configs", "preferred_managers")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     STORAGE_CONFIGS_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_MANAGERS_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     storage_configs: str
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage_configs: _Optional[str] = ...) -> None: ...
+    preferred_managers: _containers.RepeatedCompositeFieldContainer[MetaNodeEndpoint]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage_configs: _Optional[str] = ..., preferred_managers: _Optional[_Iterable[_Union[MetaNodeEndpoint, _Mapping]]] = ...) -> None: ...
 
 class GetInstanceInfoRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id")
@@ -381,16 +383,18 @@ class GetCacheLocationRequest(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., read_lease_ms: _Optional[int] = ..., peek: _Optional[bool] = ..., node_id: _Optional[str] = ..., require_location_specs: _Optional[bool] = ...) -> None: ...
 
 class GetCacheLocationResponse(_message.Message):
-    __slots__ = ("header", "locations", "read_lease_id", "read_lease_deadline_ms")
+    __slots__ = ("header", "locations", "read_lease_id", "read_lease_deadline_ms", "preferred_manager")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     LOCATIONS_FIELD_NUMBER: _ClassVar[int]
     READ_LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     READ_LEASE_DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_MANAGER_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     locations: _containers.RepeatedCompositeFieldContainer[CacheLocation]
     read_lease_id: str
     read_lease_deadline_ms: int
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., read_lease_id: _Optional[str] = ..., read_lease_deadline_ms: _Optional[int] = ...) -> None: ...
+    preferred_manager: MetaNodeEndpoint
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., read_lease_id: _Optional[str] = ..., read_lease_deadline_ms: _Optional[int] = ..., preferred_manager: _Optional[_Union[MetaNodeEndpoint, _Mapping]] = ...) -> None: ...
 
 class GetCacheLocationLenRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "sw_size", "peek", "node_id")
@@ -555,13 +559,15 @@ class MetaNodeEndpoint(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., meta_rpc_port: _Optional[int] = ..., meta_http_port: _Optional[int] = ..., custom_info: _Optional[str] = ...) -> None: ...
 
 class GetClusterInfoResponse(_message.Message):
-    __slots__ = ("header", "self_node_id", "leader_node_id", "leader_endpoint")
+    __slots__ = ("header", "self_node_id", "leader_node_id", "leader_endpoint", "preferred_managers")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     SELF_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LEADER_NODE_ID_FIELD_NUMBER: _ClassVar[int]
     LEADER_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    PREFERRED_MANAGERS_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     self_node_id: str
     leader_node_id: str
     leader_endpoint: MetaNodeEndpoint
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., self_node_id: _Optional[str] = ..., leader_node_id: _Optional[str] = ..., leader_endpoint: _Optional[_Union[MetaNodeEndpoint, _Mapping]] = ...) -> None: ...
+    preferred_managers: _containers.RepeatedCompositeFieldContainer[MetaNodeEndpoint]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., self_node_id: _Optional[str] = ..., leader_node_id: _Optional[str] = ..., leader_endpoint: _Optional[_Union[MetaNodeEndpoint, _Mapping]] = ..., preferred_managers: _Optional[_Iterable[_Union[MetaNodeEndpoint, _Mapping]]] = ...) -> None: ...

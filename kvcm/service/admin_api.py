@@ -20,6 +20,7 @@ from kvcm.model.principals import AccountRole
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import config_service_pb2 as config_pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
+from kvcm.registry.assignment import Assignment
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.registry.validation import require
@@ -80,6 +81,7 @@ class AdminApi:
         drains: removes storages, and forgets what lay on them.
         capacity: series of quotas, eviction and deletion, where there are such things.
         storages: the open storages, where their health is known.
+        assignment: of instances to managers; None reports nothing.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class AdminApi:
         drains: StorageDrains,
         capacity: CapacitySeries | None = None,
         storages: StorageDirectory | None = None,
+        assignment: Assignment | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
@@ -100,6 +103,7 @@ class AdminApi:
         self._capacity = capacity
         self._storages = storages
         self._drains = drains
+        self._assignment = assignment if assignment is not None else Assignment(leadership.node_id, {})
         cluster_id = storages.cluster_id if storages is not None else ""
         self._snapshots = ConfigSnapshotApi(registry.snapshots, cluster_id, registry.end_logins)
         self._blocks = BlockCalls(cache, pb.GetCacheMetaResponse, pb.CommonResponse)
@@ -309,8 +313,8 @@ class AdminApi:
             )
         )
 
-    async def cluster_info(self, _request: Any) -> Reply:
-        """Answer GetManagerClusterInfo."""
+    async def cluster_info(self, request: Any) -> Reply:
+        """Answer GetManagerClusterInfo: this node, the leader, and the managers to call for an instance."""
         expires = self._leadership.expires
         message = pb.GetManagerClusterInfoResponse(
             info_updated_time=int(self._leadership.last_tick * 1000),
@@ -320,6 +324,9 @@ class AdminApi:
         )
         if (endpoint := self._leadership.leader_endpoint) is not None:
             fill(message.leader_endpoint, endpoint)
+        if request.instance_id:
+            for each in self._assignment.managers_of(request.instance_id):
+                fill(message.preferred_managers.add(), each)
         return Reply(message)
 
     async def demote(self, _request: Any) -> Reply:

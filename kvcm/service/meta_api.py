@@ -18,8 +18,10 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
 from kvcm.model.instances import Instance
 from kvcm.model.keys import NO_MASK, BlockMask, block_keys_from_tokens, mixed, mixed_key, unmixed, unmixed_key
 from kvcm.model.locations import Location, SpecUri, decode_chunk, retag_all
+from kvcm.model.nodes import Endpoint
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease_pb
+from kvcm.registry.assignment import Assignment
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.registry.startup_document import storage_configs_json
@@ -214,6 +216,15 @@ _MAX_SPECS = 1024  # of one location; more than any model has
 _MAX_REPLICAS = 16  # each further one costs the bytes of the block once more
 
 
+def _node_endpoint(endpoint: Endpoint) -> pb.MetaNodeEndpoint:
+    return pb.MetaNodeEndpoint(
+        node_id=endpoint.node_id,
+        host=endpoint.host,
+        meta_rpc_port=endpoint.meta_rpc_port,
+        meta_http_port=endpoint.meta_http_port,
+    )
+
+
 class MetaApi:
     """Handlers of the data plane.
 
@@ -224,6 +235,7 @@ class MetaApi:
         limits: sizes of requests.
         events: of the calls of engines.
         recent: keeps the latest calls.
+        assignment: of instances to managers; None announces nothing.
     """
 
     def __init__(
@@ -234,10 +246,12 @@ class MetaApi:
         limits: RequestLimits,
         events: EventLog | None = None,
         recent: RecentAccesses | None = None,
+        assignment: Assignment | None = None,
     ) -> None:
         self._cache = cache
         self._registry = registry
         self._leadership = leadership
+        self._assignment = assignment if assignment is not None else Assignment(leadership.node_id, {})
         kept = recent if recent is not None else RecentAccesses(0)
         self._events = RequestEvents(events if events is not None else EventLog(), kept)
         self._limits = limits
@@ -305,14 +319,20 @@ class MetaApi:
         ]
 
     async def register_instance(self, request: Any) -> Reply:
-        """Register an instance; the answer has the storages of its group, for the transfer layer."""
+        """Register an instance; the answer has the storages of its group, for the transfer layer, and the managers to
+        call."""
         instance = await self._cache.register_instance(instance_of(request))
         group = self._registry.groups.find(instance.instance_group_name)
         candidates = group.storage_candidates if group is not None else ()
         if len(self._registry.storages.existing(candidates)) < len(set(candidates)):
             await self._registry.refresh()  # another manager may have added one a moment ago
         storages = self._registry.storages.existing(candidates)
-        return Reply(pb.RegisterInstanceResponse(storage_configs=storage_configs_json(storages)))
+        return Reply(
+            pb.RegisterInstanceResponse(
+                storage_configs=storage_configs_json(storages),
+                preferred_managers=map(_node_endpoint, self._assignment.managers_of(instance.instance_id)),
+            )
+        )
 
     async def get_instance_info(self, request: Any) -> Reply:
         """Return a registration."""
@@ -345,6 +365,8 @@ class MetaApi:
             lease = await self._cache.lease(cache, found, lease_ms)
             message.read_lease_id = lease.id
             message.read_lease_deadline_ms = int(lease.deadline * 1000)
+        if (other := self._assignment.other_manager(request.instance_id)) is not None:
+            message.preferred_manager.CopyFrom(_node_endpoint(other))
         if not request.peek:  # a peek is no access
             self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
@@ -415,15 +437,15 @@ class MetaApi:
             )
         return Reply(pb.CommonResponse())
 
-    async def cluster_info(self, _request: Any) -> Reply:
-        """Answer GetClusterInfo: this node, and the leader."""
+    async def cluster_info(self, request: Any) -> Reply:
+        """Answer GetClusterInfo: this node, the leader, and the managers to call for an instance."""
         message = pb.GetClusterInfoResponse(
             self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
         )
         if (endpoint := self._leadership.leader_endpoint) is not None:
-            for field in message.leader_endpoint.DESCRIPTOR.fields_by_name:
-                if hasattr(endpoint, field):
-                    setattr(message.leader_endpoint, field, getattr(endpoint, field))
+            message.leader_endpoint.CopyFrom(_node_endpoint(endpoint))
+        if request.instance_id:
+            message.preferred_managers.extend(map(_node_endpoint, self._assignment.managers_of(request.instance_id)))
         return Reply(message)
 
     async def renew_lease(self, request: Any) -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -14,8 +14,10 @@ from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError
 from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
 from kvcm.reclaim.reclaimer import ReclaimStats
+from kvcm.registry.assignment import Assignment
 from kvcm.registry.groups import GroupRegistry
 from kvcm.registry.leadership import Leadership, VitalsTable
+from kvcm.service.admission import Phase
 from kvcm.service.calls import Call, CallRecorder
 from kvcm.service.metrics import Counts
 from kvcm.service.vitals_history import History, HistoryRange, Rates
@@ -144,6 +146,7 @@ class ManagerView:
         is_self: whether it is the one that answers.
         vitals: None of managers that publish none: those of earlier releases, and those that died a moment ago.
         rates: None where they are not known yet.
+        instances: how many are assigned to it; None if that is not counted.
     """
 
     endpoint: Endpoint
@@ -152,6 +155,7 @@ class ManagerView:
     is_self: bool
     vitals: Vitals | None
     rates: Rates | None
+    instances: int | None
 
 
 class VitalsWatch:
@@ -163,13 +167,20 @@ class VitalsWatch:
         leadership: the leader and the addresses of managers.
         groups: as configured.
         clock: time source.
+        assignment: is updated after each exchange; None while only the leader serves.
     """
 
     def __init__(
-        self, signs: VitalsReader, board: VitalsTable, leadership: Leadership, groups: GroupRegistry, clock: Clock
+        self,
+        signs: VitalsReader,
+        board: VitalsTable,
+        leadership: Leadership,
+        groups: GroupRegistry,
+        clock: Clock,
+        assignment: Assignment | None = None,
     ) -> None:
         self._signs, self._board, self._leadership = signs, board, leadership
-        self._groups, self._clock = groups, clock
+        self._groups, self._clock, self._assignment = groups, clock, assignment
         self._nodes: Mapping[str, tuple[Endpoint, float]] = {}
         self._vitals: Mapping[str, Vitals] = {}
         self._wake = asyncio.Event()
@@ -193,6 +204,8 @@ class VitalsWatch:
             vitals = await self._board.all()
             self._nodes = {each.node_id: (each, seen_at) for each, seen_at in await self._leadership.nodes()}
         self._vitals = {**vitals, own.endpoint.node_id: own}
+        if vitals and self._assignment is not None:  # else the store is away: the managers of before serve, too
+            self._assignment.set_managers(_serving(self._vitals.values()))
         quotas = {group.name: group.quota.capacity for group in self._groups.all()}
         self._history.add(self._clock.now(), self._vitals, quotas)
 
@@ -224,6 +237,19 @@ class VitalsWatch:
         name = endpoint.node_id
         is_leader, is_self = name == self._leadership.leader_node_id, name == self._signs.endpoint.node_id
         rates = self._history.rates.get(name) if vitals is not None else None
+        counts = self._assignment.counts() if self._assignment is not None else None
         return ManagerView(
-            endpoint=endpoint, seen_at=seen_at, is_leader=is_leader, is_self=is_self, vitals=vitals, rates=rates
+            endpoint=endpoint,
+            seen_at=seen_at,
+            is_leader=is_leader,
+            is_self=is_self,
+            vitals=vitals,
+            rates=rates,
+            instances=None if counts is None else counts.get(name, 0),
         )
+
+
+def _serving(vitals: Iterable[Vitals]) -> list[Endpoint]:
+    """Return the managers that serve. One that was killed is among them until its vitals end: clients leave it at the
+    first call that fails."""
+    return [each.endpoint for each in vitals if each.phase == Phase.SERVING.value]

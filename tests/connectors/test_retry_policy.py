@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcm.connectors.addresses import Addresses
 from kvcm.connectors.calls import CallSteps, Pause, Policy, Reply, RetrySettings, Send, Verdict
 from kvcm.connectors.results import Outcome
 from kvcm.model.errors import ErrorCode
 from kvcm.protocol import meta_service_pb2 as meta
 
 Common = meta.CommonResponse
+FIRST, SECOND, THIRD = (f"manager-{number}:1" for number in range(3))
 
 
 @dataclass
@@ -51,7 +53,8 @@ TIMEOUT = status(grpc.StatusCode.DEADLINE_EXCEEDED)
 
 def policy(clock: ManualClock, addresses: int = 1, settings: RetrySettings | None = None) -> Policy:
     """Return a policy whose pauses are always the longest possible."""
-    return Policy(addresses, settings or RetrySettings(), clock, lambda low, high: high)
+    given = Addresses([f"manager-{number}:1" for number in range(addresses)], clock)
+    return Policy(given, settings or RetrySettings(), clock, lambda low, high: high)
 
 
 def carry_out(
@@ -80,7 +83,7 @@ def carry_out(
 def test_an_answer_ends_the_call(clock: ManualClock) -> None:
     verdict = carry_out(policy(clock), clock, lambda _: OK)
     assert (verdict.outcome, verdict.code, verdict.retries) == (Outcome.OK, ErrorCode.OK, 0)
-    assert clock.steps == [Send(0, 1.0)]
+    assert clock.steps == [Send(FIRST, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +125,13 @@ def test_a_pushback_beyond_the_deadline_ends_the_call_at_once(clock: ManualClock
 
 
 def test_another_manager_is_asked_before_any_wait(clock: ManualClock) -> None:
-    replies = {0: shed(30.0), 1: OK}
+    replies = {FIRST: shed(30.0), SECOND: OK}
     assert carry_out(policy(clock, 2), clock, lambda send: replies[send.address]).outcome is Outcome.OK
     assert clock.seconds == 0.0
 
 
 def test_a_manager_that_says_nothing_is_asked_again_as_ever(clock: ManualClock) -> None:
-    replies = {0: shed(30.0), 1: UNAVAILABLE}
+    replies = {FIRST: shed(30.0), SECOND: UNAVAILABLE}
     carry_out(policy(clock, 2), clock, lambda send: replies[send.address])
     assert [step.seconds for step in clock.steps if isinstance(step, Pause)] == [0.05, 0.1, 0.2]
 
@@ -164,16 +167,16 @@ def test_a_timeout_of_the_whole_budget_is_final(clock: ManualClock) -> None:
 
 def test_the_list_of_addresses_is_walked_without_pauses_and_remembered(clock: ManualClock) -> None:
     walking = policy(clock, addresses=3)
-    replies = {0: UNAVAILABLE, 1: answer(ErrorCode.SERVER_NOT_LEADER), 2: OK}
+    replies = {FIRST: UNAVAILABLE, SECOND: answer(ErrorCode.SERVER_NOT_LEADER), THIRD: OK}
     assert carry_out(walking, clock, lambda send: replies[send.address]).outcome is Outcome.OK
-    assert [step.address for step in clock.steps if isinstance(step, Send)] == [0, 1, 2]
+    assert [step.address for step in clock.steps if isinstance(step, Send)] == [FIRST, SECOND, THIRD]
     assert clock.seconds == 0
     assert carry_out(walking, clock, lambda send: replies[send.address]).retries == 0
-    assert clock.steps == [Send(2, 1.0 / 3)]
+    assert clock.steps == [Send(THIRD, 1.0 / 3)]
 
 
 def test_a_silent_address_leaves_time_for_the_others(clock: ManualClock) -> None:
-    verdict = carry_out(policy(clock, addresses=2), clock, lambda send: OK if send.address else TIMEOUT)
+    verdict = carry_out(policy(clock, addresses=2), clock, lambda send: OK if send.address == SECOND else TIMEOUT)
     assert verdict.outcome is Outcome.OK
     assert clock.seconds == 0.5
 

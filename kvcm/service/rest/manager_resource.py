@@ -72,6 +72,9 @@ class ManagerDocument(Document):
     """How late its event loop was at most, over the last seconds."""
     rates: RatesDocument | None
     """Its rates; null until it has published vitals twice."""
+    instances: Int64 | None
+    """How many instances are assigned to it, so that their engines prefer it; null while they are thousands, or only
+    the leader serves."""
 
 
 class ManagersDocument(Document):
@@ -118,6 +121,7 @@ def _document(view: ManagerView) -> dict[str, Any]:
         "open_sessions": vitals and vitals.open_sessions,
         "loop_lag_seconds": vitals and vitals.loop_lag_seconds,
         "rates": view.rates and _rates(view.rates),
+        "instances": view.instances,
     }
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcm.protocol import meta_service_pb2 as meta__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvcm/v1/unread.proto\x12\x07kvcm.v1\x1a\x12meta_service.proto\"\x84\x01\n\x14UnreadCacheLocations\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12\x11\n\tlocations\x18\x02 \x03(\x0c\x12\x16\n\rread_lease_id\x18\xe8\x07 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvcm/v1/unread.proto\x12\x07kvcm.v1\x1a\x12meta_service.proto\"\xcf\x01\n\x14UnreadCacheLocations\x12\x41\n\x06header\x18\x01 \x01(\x0b\x32\x31.kv_cache_manager.proto.meta.CommonResponseHeader\x12\x11\n\tlocations\x18\x02 \x03(\x0c\x12\x16\n\rread_lease_id\x18\xe8\x07 \x01(\t\x12I\n\x11preferred_manager\x18\xea\x07 \x01(\x0b\x32-.kv_cache_manager.proto.meta.MetaNodeEndpointb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,5 +33,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcm.v1.unread_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_UNREADCACHELOCATIONS']._serialized_start=54
-  _globals['_UNREADCACHELOCATIONS']._serialized_end=186
+  _globals['_UNREADCACHELOCATIONS']._serialized_end=261
 # @@protoc_insertion_point(module_scope)
