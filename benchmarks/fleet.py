@@ -12,8 +12,10 @@ manager costs at a half and a quarter of the slowed rate is measured, too.
 Hosts of eight engines share a connection. In "shared" cases the hosts of an instance are spread over all managers; in
 "separate" ones each instance has one manager. All cases start from the same Redis, which holds what the requests of the
 trace found from before, and every manager has looked it up once. Cases take turns, and ratios are those of one turn.
+With --assigned there are cases in which each instance has the manager that managers announce for it.
 
-    python benchmarks/fleet.py [--managers 1 2 4] [--engines 1000] [--seconds 30] [--trace NAME] [--quick] [--json FILE]
+    python benchmarks/fleet.py [--managers 1 2 4] [--engines 1000] [--seconds 30] [--trace NAME] [--assigned] [--quick]
+        [--json FILE]
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ from service_site import Process, quantile
 
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.trace import Trace
+from kvcm.protocol import admin_service_pb2 as admin_pb
+from kvcm.protocol import meta_service_pb2 as meta_pb
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
@@ -66,6 +70,7 @@ _CHANNEL = (
     ("grpc.max_send_message_length", -1),
     ("grpc.use_local_subchannel_pool", 1),  # else all channels to a manager share one connection
 )
+_SEARCH_COUNTS = "meta_indexer.search_cache_hit_count", "meta_indexer.search_cache_miss_count"
 _SETTINGS = {"kvcm.limits.keys_per_second": "0"}  # all engines are one client here
 
 
@@ -74,13 +79,15 @@ class Case(NamedTuple):
 
     managers: int
     is_shared: bool
+    is_assigned: bool = False
 
     @property
     def name(self) -> str:
         """For people."""
         if self.managers == 1:
             return "1 manager"
-        return f"{self.managers} managers, {'shared' if self.is_shared else 'separate'} instances"
+        kind = "assigned" if self.is_assigned else "shared" if self.is_shared else "separate"
+        return f"{self.managers} managers, {kind} instances"
 
     def manager_of(self, instance: int, host: int) -> int:
         """Return the manager of a host's engines; hosts are counted over all instances."""
@@ -103,12 +110,16 @@ class Spent(NamedTuple):
         managers: of each.
         redis: of the store.
         engines: of the process that simulates them.
+        cached: keys that the search caches answered, of all managers, between two moments.
+        uncached: keys that they did not know.
     """
 
     at: float
     managers: tuple[float, ...]
     redis: float
     engines: float
+    cached: float = 0.0
+    uncached: float = 0.0
 
     def since(self, before: Spent) -> Spent:
         """Return the difference."""
@@ -217,14 +228,47 @@ def used_bytes(servers: Standalone) -> int:
 async def connected(case: Case, plan: Plan, managers: Sequence[Manager]) -> AsyncIterator[Callable[[int, int], Any]]:
     """Connect each host to its manager; yield what gives an engine's calls, by its instance and its index."""
     hosts_each = -(-plan.fleet.engines_each // HOST_ENGINES)
+    assigned = await assigned_managers(plan.fleet, managers) if case.is_assigned else None
     stubs: dict[int, Any] = {}
     async with contextlib.AsyncExitStack() as stack:
         for host in range(plan.fleet.instances * hosts_each):
-            address = managers[case.manager_of(host // hosts_each, host)].address()
+            instance = host // hosts_each
+            manager = case.manager_of(instance, host) if assigned is None else assigned[instance]
+            address = managers[manager].address()
             channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, _CHANNEL))
             await asyncio.wait_for(channel.channel_ready(), 60)
             stubs[host] = MetaServiceStub(channel)  # type: ignore[no-untyped-call]
         yield lambda instance, engine: stubs[instance * hosts_each + engine // HOST_ENGINES]
+
+
+async def assigned_managers(fleet: Fleet, managers: Sequence[Manager]) -> list[int]:
+    """Return the number of the manager of each instance, once all managers announce the same ones."""
+    ports = [int(each.settings["kvcm.service.rpc_port"]) for each in managers]
+    requests = [meta_pb.GetClusterInfoRequest(instance_id=f"model-{number}") for number in range(fleet.instances)]
+    async with contextlib.AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(each.connected()) for each in managers]
+        while True:
+            views = [
+                [
+                    [each.meta_rpc_port for each in (await wire.meta.GetClusterInfo(one)).preferred_managers]
+                    for one in requests
+                ]
+                for wire in wires
+            ]
+            if all(view == views[0] and all(set(named) == set(ports) for named in view) for view in views):
+                return [ports.index(named[0]) for named in views[0]]
+            await asyncio.sleep(0.5)
+
+
+async def search_counts(managers: Sequence[Manager]) -> tuple[float, float]:
+    """Return how many keys all search caches knew until now, and how many they did not."""
+    found = dict.fromkeys(_SEARCH_COUNTS, 0.0)
+    for manager in managers:
+        async with manager.connected() as wire:
+            for each in (await wire.admin.GetMetrics(admin_pb.GetMetricsRequest())).metrics:
+                if each.metric_name in found and not each.metric_tags:
+                    found[each.metric_name] += each.metric_value.float_value or each.metric_value.int_value
+    return found[_SEARCH_COUNTS[0]], found[_SEARCH_COUNTS[1]]
 
 
 def engine_of(instance: int, meta: Any, pace: Pace, seen: Seen) -> Engine:
@@ -314,6 +358,7 @@ async def replayed(
         begin = spent()
         await asyncio.sleep(times.idle)
         idle = spent().since(begin)
+        cached, uncached = await search_counts(managers)
         seen, begin = Seen(), spent()
         pace = Pace(plan.trace_seconds / seconds)
         await asyncio.gather(
@@ -323,7 +368,9 @@ async def replayed(
             )
         )
         await asyncio.sleep(_SETTLE_SECONDS)
-        return seen, idle, spent().since(begin)
+        busy = spent().since(begin)
+        counts = await search_counts(managers)
+        return seen, idle, busy._replace(cached=counts[0] - cached, uncached=counts[1] - uncached)
 
 
 def resident_bytes(pid: int) -> int:
@@ -365,6 +412,7 @@ def case_rows(case: Case, runs: Sequence[Observed], fleet: Fleet, is_quick: bool
     yield median("requests", "", lambda run: run.requests)
     yield median("hit rate", "", lambda run: run.seen.hit / max(1, run.seen.asked))
     yield median("blocks written", "", lambda run: run.seen.written)
+    yield median("keys past the search cache per request", "", lambda run: run.spent.uncached / run.requests)
     for call in CALLS:
         times_us = [round(each * 1e6) for run in runs for each in run.seen.seconds[call]]
         for name, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)) if times_us else ():
@@ -472,6 +520,8 @@ def chosen_rate(trace: Trace, fleet: Fleet, times: Times, directory: Path) -> fl
 def measured(trace: Trace, fleet: Fleet, options: argparse.Namespace, times: Times) -> list[Row]:
     """Run all cases and return their figures."""
     cases = [Case(count, shared) for count in options.managers for shared in ((False, True) if count > 1 else (False,))]
+    if options.assigned:
+        cases += [Case(count, is_shared=False, is_assigned=True) for count in options.managers if count > 1]
     with tempfile.TemporaryDirectory(prefix="kvcm-fleet-") as name:
         rate = options.requests_per_second or chosen_rate(trace, fleet, times, Path(name) / "trial")
         natural = planned(trace, fleet, trace.span_seconds / 10).requests_per_second
@@ -507,6 +557,7 @@ def main() -> int:
     parser.add_argument(
         "--moved", type=float, default=MOVED, help="part of requests that any engine serves (%(default)s)"
     )
+    parser.add_argument("--assigned", action="store_true", help="also with the managers that are announced")
     parser.add_argument("--requests-per-second", type=float, default=0.0, help="instead of a chosen rate")
     options = parser.parse_args()
     defaults: dict[str, Any] = {"engines": 1000, "instances": 20, "managers": [1, 2, 4], "seconds": 30.0, "turns": 3}

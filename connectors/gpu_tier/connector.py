@@ -73,6 +73,7 @@ class TierSettings:
         threads: prompts that are looked up, and as many that are loaded, at once.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
         checksums: report the checksum of every saved part, and reject loaded parts with another one.
+        follow_assignment: see `ClientSettings`.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -88,11 +89,12 @@ class TierSettings:
     threads: int = 4
     transfer_threads: int = 0
     checksums: bool = True
+    follow_assignment: bool = True
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if value < 0 or (value == 0 and name not in ("transfer_threads", "checksums")):
+            if value < 0 or (value == 0 and name not in ("transfer_threads", "checksums", "follow_assignment")):
                 raise InvalidArgumentError(f"{name} is {value}, must be > 0")
         if self.lease_seconds > _MAX_LEASE_SECONDS:
             raise InvalidArgumentError(
@@ -630,7 +632,12 @@ class ManagerConnector:
         client = ManagerClient(
             manager,
             instance_id,
-            ClientSettings(timeout_seconds=settings.call_seconds, node_id=node_id, credentials=credentials),
+            ClientSettings(
+                timeout_seconds=settings.call_seconds,
+                node_id=node_id,
+                credentials=credentials,
+                follow_assignment=settings.follow_assignment,
+            ),
         )
         connector = cls(client, instance_group, kv, parts, settings, clock)
         connector._link.register(settings.register_seconds)

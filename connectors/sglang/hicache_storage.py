@@ -360,6 +360,7 @@ class KVCMStorage(HiCacheStorage):
                 timeout_seconds=options.call_seconds,
                 node_id=NodeSettings.from_environment().node_id,
                 credentials=ClientCredentials.from_environment(),
+                follow_assignment=options.follow_assignment,
             ),
         )
         specs = InstanceSpecs(

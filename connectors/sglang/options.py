@@ -55,6 +55,8 @@ class SglangOptions:
         shutdown_seconds: for loads and saves in flight when the engine ends.
         staging_bytes: memory that pages are loaded into before they reach the host pool.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
+        follow_assignment: call the manager that managers announce for the instance, and `manager` when it does not
+            serve; false: `manager` alone.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -77,6 +79,7 @@ class SglangOptions:
     shutdown_seconds: float = 5.0
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
+    follow_assignment: bool = True
 
     def __post_init__(self) -> None:
         for name in ("manager", "instance_id", "instance_group"):

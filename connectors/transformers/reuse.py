@@ -372,16 +372,15 @@ class KVReuse:
         an error, `registration` has the reason, and generation goes on without reuse.
         """
         settings = settings or ReuseSettings()
-        node_id = NodeSettings.from_environment().node_id
-        credentials = ClientCredentials.from_environment()
-        client = ManagerClient(
-            manager,
-            instance_id,
-            ClientSettings(timeout_seconds=settings.call_seconds, node_id=node_id, credentials=credentials),
+        client_settings = ClientSettings(
+            timeout_seconds=settings.call_seconds,
+            node_id=NodeSettings.from_environment().node_id,
+            credentials=ClientCredentials.from_environment(),
+            follow_assignment=settings.follow_assignment,
         )
         reuse = cls(
             model,
-            client,
+            ManagerClient(manager, instance_id, client_settings),
             instance_group,
             block_tokens=block_tokens,
             publish=publish,

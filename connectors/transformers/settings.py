@@ -28,6 +28,7 @@ class ReuseSettings:
         compare_all_weights: read every element of the weights before each call, which takes about as long as computing
             one token. Finds what else `KVReuse.set_weights_version` must say: single elements that were written through
             `.data`, NumPy or code in C. Models of up to 4 MiB are always read.
+        follow_assignment: see `ClientSettings`.
     """
 
     register_seconds: float = 5.0
@@ -41,6 +42,7 @@ class ReuseSettings:
     transfer_threads: int | None = None
     checksums: bool = True
     compare_all_weights: bool = False
+    follow_assignment: bool = True
 
 
 @dataclass(frozen=True, slots=True)

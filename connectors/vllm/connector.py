@@ -460,7 +460,10 @@ def _publishes_events(config: VllmConfig) -> bool:
 def _client(options: VllmOptions) -> ManagerClient:
     node_id = NodeSettings.from_environment().node_id
     settings = ClientSettings(
-        timeout_seconds=options.call_seconds, node_id=node_id, credentials=ClientCredentials.from_environment()
+        timeout_seconds=options.call_seconds,
+        node_id=node_id,
+        credentials=ClientCredentials.from_environment(),
+        follow_assignment=options.follow_assignment,
     )
     return ManagerClient(options.manager, options.instance_id, settings)
 

@@ -41,6 +41,8 @@ class VllmOptions:
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
         shutdown_seconds: for loads and saves in flight when the engine ends; vLLM kills the process after 5 s.
+        follow_assignment: call the manager that managers announce for the instance, and `manager` when it does not
+            serve; false: `manager` alone.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -67,6 +69,7 @@ class VllmOptions:
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
     shutdown_seconds: float = 4.0
+    follow_assignment: bool = True
 
     def __post_init__(self) -> None:
         for name in ("manager", "instance_group", "instance_id"):

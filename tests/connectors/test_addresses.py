@@ -199,7 +199,5 @@ def test_few_announced_managers_are_kept(addresses: Addresses) -> None:
         ("10.0.0.9:6381", "10.0.0.1:6381", ""),
     ],
 )
-def test_the_certificate_of_an_announced_pod_has_the_name_that_was_given(
-    given: str, announced: str, name: str
-) -> None:
+def test_the_certificate_of_an_announced_pod_has_the_name_that_was_given(given: str, announced: str, name: str) -> None:
     assert Addresses([given]).verified_name(announced) == name

@@ -146,7 +146,8 @@ class Pod:
         yield "PYTHONDONTWRITEBYTECODE=1"
         for each in self._container["env"]:
             field = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
-            yield f"{each['name']}={self.name if field == 'metadata.name' else each['value']}"
+            own = {"metadata.name": self.name, "status.podIP": self.address}
+            yield f"{each['name']}={own[field] if field else each['value']}"
         yield f"KVCM_MANAGER={'https' if self.has_tls else 'http'}://{self.address}:6492"  # instead of localhost
         yield from (f"{key}={value}" for key, value in {"kvcm.service.host": self.address, **self._settings}.items())
 

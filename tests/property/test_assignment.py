@@ -39,7 +39,7 @@ def test_the_ranking_of_the_others_stays_when_a_manager_comes(instance: str, nod
 
 @pytest.mark.parametrize(
     ("instances", "nodes", "most", "moved", "moved_by_registration"),
-    [  # most instances of a manager beside the mean; shares that move when a manager comes; instances, of all, that move
+    [  # most instances of a manager beside the mean; share moved by a new manager, instances moved by a new one
         (20, 2, 1.10, 0.37, 0.5),
         (20, 3, 1.20, 0.31, 0.5),
         (20, 4, 1.20, 0.26, 0.6),
