@@ -12,7 +12,8 @@ manager costs at a half and a quarter of the slowed rate is measured, too.
 Hosts of eight engines share a connection. In "shared" cases the hosts of an instance are spread over all managers; in
 "separate" ones each instance has one manager. All cases start from the same Redis, which holds what the requests of the
 trace found from before, and every manager has looked it up once. Cases take turns, and ratios are those of one turn.
-With --assigned there are cases in which each instance has the manager that managers announce for it.
+With --assigned there are cases in which each instance has the manager that managers announce for it, and, beside shared
+instances, with managers that have looked nothing up before.
 
     python benchmarks/fleet.py [--managers 1 2 4] [--engines 1000] [--seconds 30] [--trace NAME] [--assigned] [--quick]
         [--json FILE]
@@ -80,6 +81,7 @@ class Case(NamedTuple):
     managers: int
     is_shared: bool
     is_assigned: bool = False
+    is_cold: bool = False
 
     @property
     def name(self) -> str:
@@ -87,7 +89,7 @@ class Case(NamedTuple):
         if self.managers == 1:
             return "1 manager"
         kind = "assigned" if self.is_assigned else "shared" if self.is_shared else "separate"
-        return f"{self.managers} managers, {kind} instances"
+        return f"{self.managers} managers, {kind} instances{', cold search caches' if self.is_cold else ''}"
 
     def manager_of(self, instance: int, host: int) -> int:
         """Return the manager of a host's engines; hosts are counted over all instances."""
@@ -353,7 +355,8 @@ async def replayed(
         for manager in managers:
             async with manager.connected() as wire:
                 await site_of(plan.fleet).until_known_at([wire])
-        await warm(plan, meta_of)
+        if not case.is_cold:
+            await warm(plan, meta_of)
         await asyncio.sleep(2 * _SETTLE_SECONDS)
         begin = spent()
         await asyncio.sleep(times.idle)
@@ -521,7 +524,9 @@ def measured(trace: Trace, fleet: Fleet, options: argparse.Namespace, times: Tim
     """Run all cases and return their figures."""
     cases = [Case(count, shared) for count in options.managers for shared in ((False, True) if count > 1 else (False,))]
     if options.assigned:
-        cases += [Case(count, is_shared=False, is_assigned=True) for count in options.managers if count > 1]
+        for count in (each for each in options.managers if each > 1):
+            cases += [Case(count, is_shared=False, is_assigned=True, is_cold=is_cold) for is_cold in (False, True)]
+            cases.append(Case(count, is_shared=True, is_cold=True))
     with tempfile.TemporaryDirectory(prefix="kvcm-fleet-") as name:
         rate = options.requests_per_second or chosen_rate(trace, fleet, times, Path(name) / "trial")
         natural = planned(trace, fleet, trace.span_seconds / 10).requests_per_second
