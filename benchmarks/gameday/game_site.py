@@ -159,9 +159,8 @@ class Site:
         for name in MANAGERS:
             self.wait_for_manager(name)
         self._set_up()
-        self.watchers = {
-            name: ManagerClient(f"{HOSTS[name]}:{_RPC}", "watcher", ClientSettings(0.5)) for name in MANAGERS
-        }
+        settings = ClientSettings(0.5, follow_assignment=False)  # each watches one manager
+        self.watchers = {name: ManagerClient(f"{HOSTS[name]}:{_RPC}", "watcher", settings) for name in MANAGERS}
 
     def start_store(self) -> None:
         """Start the Redis server and wait until it has loaded its data."""

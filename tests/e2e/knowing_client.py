@@ -233,7 +233,9 @@ class KnowingClient:
     def _client(self, instance: str, address: str) -> ManagerClient:
         at = (instance, address)
         if at not in self._clients:
-            self._clients[at] = ManagerClient(address, instance, ClientSettings(_REQUEST_SECONDS))
+            self._clients[at] = ManagerClient(
+                address, instance, ClientSettings(_REQUEST_SECONDS, follow_assignment=False)
+            )
         return self._clients[at]
 
 
