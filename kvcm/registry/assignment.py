@@ -72,6 +72,9 @@ class Assignment:
     def set_managers(self, managers: Iterable[Endpoint]) -> None:
         """Assign the instances that are registered now to the managers that serve now."""
         self._managers = {each.node_id: each for each in managers}
+        self._reassign()
+
+    def _reassign(self) -> None:
         self._assigned = assign(list(self._instances), self._managers) if self._are_few() else {}
 
     def managers_of(self, instance_id: str) -> Sequence[Endpoint]:
@@ -95,13 +98,19 @@ class Assignment:
         """Return how many instances each manager is assigned, by node id; None if they are too many to count."""
         if not self._are_few():
             return None
+        self._follow_registry()
         return Counter(self._assigned.values())
 
     def _are_few(self) -> bool:
         return len(self._instances) * len(self._managers) <= _MOST_PAIRS
 
     def _first(self, instance_id: str) -> str | None:
-        first = self._assigned.get(instance_id)
-        if first is None and self._managers:  # registered since then, or one of many
-            first = rank(instance_id, self._managers)[0]
-        return first
+        if not self._managers:
+            return None
+        self._follow_registry()
+        return self._assigned.get(instance_id) or rank(instance_id, self._managers)[0]  # not registered, or one of many
+
+    def _follow_registry(self) -> None:
+        """Assign again if instances were registered or removed. As many of both are noticed by `set_managers`."""
+        if len(self._assigned) != len(self._instances) and self._managers and self._are_few():
+            self._reassign()

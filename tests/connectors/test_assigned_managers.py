@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 import signal
+import subprocess
+import sys
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -189,6 +195,15 @@ def test_operators_see_the_assignment(deployment: Deployment) -> None:
             assert found[0].node_id == manager
             assert found[0].meta_rpc_port == deployment.managers[manager].ports["rpc_port"]
         assert not stub.GetManagerClusterInfo(admin_service_pb2.GetManagerClusterInfoRequest()).preferred_managers
+    address = f"http://127.0.0.1:{deployment.managers['m1'].ports['admin_http_port']}"
+    command = [sys.executable, "-m", "kvcm", "instance", "show", INSTANCES[0]]
+    shown = subprocess.run(command, env={**os.environ, "KVCM_MANAGER": address}, capture_output=True, text=True)
+    manager = assignment[INSTANCES[0]]
+    (line,) = [line for line in shown.stdout.splitlines() if "assigned manager" in line]
+    assert line.split()[-3:] == [manager, "at", deployment.managers[manager].address]
+    with urllib.request.urlopen(f"{address}/v1/managers") as answer:
+        items = json.load(answer)["items"]
+    assert {each["node_id"]: each["instances"] for each in items} == Counter(assignment.values())
 
 
 KINDS = (ManagerClient, BlockingClient)

@@ -95,13 +95,16 @@ def test_a_manager_alone_announces_nothing_and_one_that_leaves_names_the_others(
     assert (list(view.managers_of("model")), view.other_manager("model")) == ([endpoint("b")], endpoint("b"))
 
 
-def test_an_instance_that_was_registered_since_prefers_one_of_the_managers_at_once() -> None:
-    instances: dict[str, None] = {}
+def test_an_instance_that_is_registered_or_removed_counts_at_once() -> None:
+    instances = dict.fromkeys(f"model-{number}" for number in range(9))
     view = Assignment("a", instances)
     view.set_managers(map(endpoint, "ab"))
     instances["new"] = None
     first = view.managers_of("new")[0]
     assert view.other_manager("new") == (None if first.node_id == "a" else first)
+    assert first.node_id == assign(instances, "ab")["new"]
+    del instances["model-0"], instances["model-1"]
+    assert sum((view.counts() or {}).values()) == 8
 
 
 def test_thousands_of_instances_are_not_counted() -> None:

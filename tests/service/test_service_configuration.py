@@ -110,6 +110,8 @@ BAD = {
     "kvcm.logger.log_level": ["loud", "1", "9"],
     "kvcm.service.host": ["nowhere.example"],
     "kvcm.storage.allowed_roots": ["relative/path"],
+    "kvcm.service.advertised_host": ["a b", "host:6381", "[host]:1", "unix:/run/x", "-a", "h" * 254],
+    "kvcm.service.advertised_rpc_port": ["65536", "-1"],
     "kvcm.storage.allowed_hosts": ["10.0.0.1/8", "host:0", "a b", "http://host"],
     "kvcm.limits.max_body_bytes": ["0", "many"],
 }
@@ -188,6 +190,11 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, lo
 def test_allowed_roots_are_absolute_paths_separated_by_commas(load: Loader) -> None:
     assert load("kvcm.storage.allowed_roots=/a, /b/c").allowed_roots == (Path("/a"), Path("/b/c"))
     assert load().allowed_roots is None
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::1", "[fd00::1]", "manager-1.kvcm.svc", ""])
+def test_the_advertised_host_is_a_name_or_an_ip_address(load: Loader, host: str) -> None:
+    assert load(f"kvcm.service.advertised_host={host}").advertised_host == host.strip("[]")
 
 
 def test_allowed_hosts_are_hosts_and_networks_separated_by_commas(load: Loader) -> None:
