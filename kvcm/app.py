@@ -273,6 +273,7 @@ class Manager:
             if components.times is not None:  # before anything is written there, or this manager's end
                 await components.times.keep(is_leader=False)
             stack.push_async_callback(components.events.close)
+            stack.push_async_callback(components.cache.endings.concluded)
             yield components
 
     def _storage_directory(self, store: Store, cluster_id: str, document: StartupDocument) -> StorageDirectory:

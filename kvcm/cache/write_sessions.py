@@ -5,7 +5,8 @@ A session is a document of the store, so any manager can finish a session that a
 ::
 
     start    plan → reserve → allocate addresses → store the session → store its blocks (writing)
-    finish   decide (compare-and-set of the document) → the blocks follow → the outcome replaces the document
+    finish   decide (compare-and-set of the document) → the blocks follow → the outcome replaces the document, of which
+             the last may come after the answer (`shared_writes.py`)
     expire   as finish, decided as failed at the deadline
     abort    as finish, decided as failed by the start that could not complete
 
@@ -49,7 +50,7 @@ import structlog
 from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, OpenCaches, batches, yield_to_others
 from kvcm.cache.prefix_match import NO_OBSERVER, CacheObserver, WriteEnd
 from kvcm.cache.quotas import Ledger, Limits, MetadataDisk, Reservation
-from kvcm.cache.shared_writes import Decided, Document, SharedWrites
+from kvcm.cache.shared_writes import Conclusion, Decided, Document, SharedWrites
 from kvcm.cache.write_plan import (
     NodeStorages,
     PlannedRun,
@@ -759,6 +760,7 @@ class SessionStore:
         self._shared = shared
         self._begun = _BegunSessions()
         self._ended = EndedSessions(table, clock)
+        self._concluding: dict[str, EndedSession] = {}
         self._find_cache = find
         self._clock = clock
         self._events = ChangeEvents(events if events is not None else EventLog())
@@ -880,7 +882,7 @@ class SessionStore:
             if finished is not None:
                 return finished
         for _ in range(_MOST_ATTEMPTS):
-            found = await self._find(cache, session_id)
+            found = await self._find(cache, session_id) if session_id not in self._concluding else None
             if found is None:
                 return await self._repeated_answer(cache, session_id, success)
             session, document = found
@@ -957,13 +959,32 @@ class SessionStore:
         if done.is_ended:
             self._ended.note_put()
         else:
-            finished = await self._ended.put(decided, document.content, finished)
+            self._conclude_soon(decided, document.content, outcome, finished)
         self._untrack(session.id)
         return finished
 
+    def _conclude_soon(self, decided: WriteSession, document: bytes, outcome: bytes, finished: FinishedWrite) -> None:
+        """Let the outcome replace a decision that was carried out, without waiting for that. Until then a repeated
+        finish is answered from here, since of its blocks some may be gone again."""
+        assert self._shared is not None
+        assert decided.decision is not None
+        self._concluding[decided.id] = EndedSession(decided.uid, decided.starter, decided.decision, finished)
+
+        def end(is_stored: bool) -> None:
+            del self._concluding[decided.id]
+            if is_stored and outcome:
+                self._ended.note_put()
+
+        self._shared.conclusions.add(Conclusion(decided.id, document, outcome, REPEAT_SECONDS, end))
+
+    async def concluded(self) -> None:
+        """Return when the outcome of every finish that was answered is stored, or left to the expiry."""
+        if self._shared is not None:
+            await self._shared.conclusions.stored()
+
     async def _repeated_answer(self, cache: InstanceCache, session_id: str, success: BlockMask) -> FinishedWrite:
         """Return the first answer to a session that was finished lately."""
-        ended = await self._ended.get(session_id)
+        ended = self._concluding.get(session_id) or await self._ended.get(session_id)
         if ended is None or not _is_owner(ended, cache):
             raise _unknown_session()
         _check_same(ended.decision, _decision_of(success, len(ended.decision)))
@@ -1710,7 +1731,7 @@ class WriteSessions:
 
     async def _get(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
         if cache.index.is_shared:  # its store suspends by itself, and is asked in few calls
-            return await cache.index.get(keys)
+            return await cache.index.get_fresh(keys)
         records: list[BlockRecord | None] = []
         for page in batches(keys, cache.batch_keys):
             records += await cache.index.get(page)

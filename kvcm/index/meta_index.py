@@ -34,6 +34,7 @@ from kvcm.index.backends.backend import (
     SharedBackend,
     StagedChange,
     UniformRun,
+    read_fresh,
     read_records,
     usage_difference,
     write_changes,
@@ -242,6 +243,12 @@ class MetaIndex:
         measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(keys)})
         with timed("meta_searcher.indexer_get_time_us"):
             return await read_records(self._backend, keys)
+
+    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        """Do `get` on a shared store, for blocks that are about to be written: few have a record."""
+        measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(keys)})
+        with timed("meta_searcher.indexer_get_time_us"):
+            return await read_fresh(cast("SharedBackend", self._backend), keys)
 
     async def exists(self, keys: Sequence[int]) -> list[bool]:
         """Return for every key whether the index holds a record of it, whatever its status."""

@@ -13,6 +13,7 @@ from cache_rig import Rig, group, instance, opened
 from redis_servers import Servers
 
 from kvcm.cache.quotas import SharedLedger
+from kvcm.cache.shared_writes import Conclusions
 from kvcm.cache.write_sessions import FinishedWrite, LocationChecksums, Retention, WriteRequest
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.redis import RedisBackend
@@ -21,7 +22,7 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.keys import BlockMask
-from kvcm.model.locations import BlockRecord, LocationStatus
+from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.quota import QuotaCounters
 from kvcm.store.redis.store import RedisStore
@@ -320,3 +321,81 @@ async def test_a_cancelled_start_leaves_no_session(client: RedisClient) -> None:
             )
     begun = await rig.manager.open_sessions.find_all()
     assert all(each.blocks == 20 for each in begun)
+
+
+@pytest.fixture
+def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Managers die, or stand still, between the answer to a finish and its conclusion."""
+    monkeypatch.setattr(Conclusions, "add", lambda _self, _conclusion: None)
+
+
+async def usage_of(rig: Rig) -> Counter[StorageKey]:
+    await rig.manager.usage.flush()  # type: ignore[attr-defined]
+    await rig.manager.usage.refresh_group("group")
+    return +Counter(rig.manager.usage.group_bytes("group"))
+
+
+@pytest.mark.usefixtures("_dying")
+@pytest.mark.parametrize("is_repeated", [False, True])
+async def test_a_finish_that_was_not_concluded_is_concluded_by_another_manager(
+    client: RedisClient, is_repeated: bool
+) -> None:
+    """Invariant 3: by one that is asked again, or by the expiry, and both give the first answer."""
+    first, second = two_managers(client)
+    started = await first.start(LONG)
+    success = BlockMask(offset=len(LONG))
+    assert await finish(first, started.session.id, success) == FinishedWrite(600, 0, 0)
+    used, served = await usage_of(first), await records(first)
+    if is_repeated:
+        assert await finish(second, started.session.id, success) == FinishedWrite(600, 0, 0)
+    for rig in (first, second):
+        rig.wait(6)
+    await second.manager.expire()
+    assert await second.manager.open_sessions.find_all() == []
+    assert await second.manager.endings.due_count(-1e9) == 0
+    assert await finish(second, started.session.id, success) == FinishedWrite(600, 0, 0)
+    assert await usage_of(second) == used
+    assert await records(second) == served
+
+
+@pytest.mark.usefixtures("_dying")
+async def test_a_finish_repeated_before_its_conclusion_gets_the_first_answer(client: RedisClient) -> None:
+    """Also where blocks are gone by then."""
+    rig = shared_rig(client)
+    started = await rig.start(LONG)
+    success = BlockMask(offset=len(LONG))
+    await finish(rig, started.session.id, success)
+    await rig.manager.cache("i").index.delete(LONG[500:])
+    assert await finish(rig, started.session.id, success) == FinishedWrite(600, 0, 0)
+    with pytest.raises(InvalidArgumentError, match="finished before, with other success_blocks"):
+        await finish(rig, started.session.id, BlockMask(offset=3))
+
+
+async def test_a_conclusion_that_the_store_refuses_is_left_to_the_expiry(client: RedisClient) -> None:
+    rig = shared_rig(client)
+    started = await rig.start(LONG)
+    success = BlockMask(offset=len(LONG))
+    await finish(rig, started.session.id, success)
+    client.gate.closed = "not now"
+    await rig.manager.endings.concluded()
+    client.gate.closed = ""
+    (ending,) = await rig.manager.open_sessions.find_all()
+    assert ending.is_ending
+    assert await rig.manager.endings.due_count() == 0
+    rig.wait(6)
+    assert await rig.manager.endings.due_count() == 1
+    await rig.manager.expire()
+    assert await rig.manager.open_sessions.find_all() == []
+    assert await finish(rig, started.session.id, success) == FinishedWrite(600, 0, 0)
+
+
+async def test_conclusions_of_many_finishes_are_waited_for(client: RedisClient) -> None:
+    rig = shared_rig(client)
+    chains = [range(1000 * number, 1000 * number + 600) for number in range(1, 9)]
+    started = [await rig.start(chain) for chain in chains]
+    ends = [finish(rig, each.session.id, BlockMask(offset=600)) for each in started]
+    assert await asyncio.gather(*ends) == [FinishedWrite(600, 0, 0)] * 8
+    await rig.manager.endings.concluded()
+    assert await rig.manager.open_sessions.find_all() == []
+    for each in started:
+        assert await finish(rig, each.session.id, BlockMask(offset=600)) == FinishedWrite(600, 0, 0)

@@ -511,10 +511,16 @@ def rows_of(keys: Sequence[int], rows: Sequence[tuple[int, int, int]], shuffled:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(lengths=LENGTHS, rows=ROWS, shuffled=st.none() | st.randoms(use_true_random=False), gone=st.integers(0, 60))
+@given(
+    lengths=LENGTHS,
+    rows=ROWS,
+    shuffled=st.none() | st.randoms(use_true_random=False),
+    gone=st.integers(0, 60),
+    is_fresh=st.booleans(),
+)
 async def test_any_keys_in_any_order_are_read_as_from_a_dict(
     client: RedisClient, tags: int, lengths: list[int], rows: list[tuple[int, int, int]], shuffled: Random | None,
-    gone: int,
+    gone: int, is_fresh: bool,
 ) -> None:  # fmt: skip
     """Repeated ones, absent ones, and those of more runs than a call reads; what vanishes meanwhile is there or not."""
     backend = RunsBackend(client, secrets.randbits(40), tags)
@@ -525,23 +531,25 @@ async def test_any_keys_in_any_order_are_read_as_from_a_dict(
     model = {key: record for run in written for key, record in zip(run.keys, run.records(), strict=True)}
     asked = rows_of([key for run in runs for key in run], rows, shuffled)
     expected = [model.get(key) for key in asked]
-    assert await backend.get_many(asked) == expected
+    assert await backend.get_many(asked) == await backend.get_fresh(asked) == expected
     index = MetaIndex(backend, TableView({"nfs": 0}))
     found = [each.locations[0].chunk if each is not None else None for each in expected]
     assert await index.answers(asked) == found
     index.invalidate_all()
     assert await index.answers(asked, stop_at_miss=True) == found[: [*found, None].index(None)]
 
-    gone_keys, run = runs[gone % len(runs)], client.run
+    name = "execute" if is_fresh else "run"
+    gone_keys, send = runs[gone % len(runs)], getattr(client, name)
 
-    async def run_and_remove(calls: Sequence[ScriptCall]) -> list[Any]:
-        answers = await run(calls)
-        client.run = run  # type: ignore[method-assign]
+    async def send_and_remove(sent: Sequence[Any]) -> list[Any]:
+        answers: list[Any] = await send(sent)
+        setattr(client, name, send)
         await write(backend, dict.fromkeys(gone_keys))
         return answers
 
-    client.run = run_and_remove  # type: ignore[method-assign]
-    left = await backend.get_many(asked)
+    setattr(client, name, send_and_remove)
+    left = await (backend.get_fresh if is_fresh else backend.get_many)(asked)
+    setattr(client, name, send)
     for key, record, before in zip(asked, left, expected, strict=True):
         assert record == before or (record is None and key in gone_keys)
     await backend.drop()

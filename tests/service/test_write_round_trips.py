@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
+from delaying_proxy import distant
 from fake_clock import FakeClock
-from redis_servers import Servers
+from redis_servers import Servers, cluster
 from test_several_managers import settings_of
 
 from kvcm.app import Manager
-from kvcm.cache.write_sessions import WriteRequest
+from kvcm.cache.write_sessions import FinishedWrite, WriteRequest
 from kvcm.components import Components
-from kvcm.model.errors import NotReadyError
+from kvcm.config import Settings
+from kvcm.model.errors import NotReadyError, StorageIOError
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.keys import BlockMask
 from kvcm.store.redis.client import Command, Node
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metadata.md"
 BLOCKS = 64
+WARM = 40
+"""Writes after which every master of a cluster was met, and knows the scripts."""
+MOST_TRIPS, MOST_SCRIPTS = {"redis_standalone": 3, "redis_sentinel": 3, "redis_cluster": 5}, 8
 _counted: ContextVar[Rounds | None] = ContextVar("counted", default=None)
 
 
 class Rounds:
-    """Counts the packets to servers that none was in flight beside: those that are sent at a time count once."""
+    """Counts the packets to servers that none was in flight beside, those that are sent at a time once, and scripts."""
 
     def __init__(self) -> None:
-        self.count = self._in_flight = 0
+        self.count = self.scripts = self._in_flight = 0
 
-    def begin(self) -> None:
+    def begin(self, commands: Sequence[Command]) -> None:
         self.count += self._in_flight == 0
+        self.scripts += sum(command[0] in {b"EVALSHA", b"EVAL"} for command in commands)
         self._in_flight += 1
 
     def end(self) -> None:
@@ -49,7 +58,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> None:
         rounds = _counted.get()
         if rounds is None:
             return await send(node, commands)
-        rounds.begin()
+        rounds.begin(commands)
         try:
             return await send(node, commands)
         finally:
@@ -63,11 +72,44 @@ async def register(components: Components) -> None:
     await components.registry.instances.register(Instance("", "default", "i", 16, specs, ModelDeployment("m", "bf16")))
 
 
+def large_settings_of(uri: str, directory: Path) -> Settings:
+    settings = settings_of(uri, directory)
+    document = directory / "startup.json"
+    document.write_text(document.read_text().replace("1000", "1000000").replace("4000", "4000000"))
+    return settings
+
+
+@asynccontextmanager
+async def managed(uri: str, directory: Path) -> AsyncIterator[Components]:
+    """A manager with an instance that many blocks fit in."""
+    async with Manager(large_settings_of(uri, directory)).opened() as components:
+        await register(components)
+        yield components
+
+
+async def write(components: Components, keys: Sequence[int], parent: int | None = None) -> list[Rounds]:
+    """Start and finish a write; return what each of them waited for."""
+    cache, rounds = components.cache, [Rounds(), Rounds()]
+    instance = cache.cache("i")
+    for counted, step in zip(rounds, ("start", "finish"), strict=True):
+        token = _counted.set(counted)
+        try:
+            if step == "start":
+                started = await cache.start_write(instance, WriteRequest(keys, timeout_seconds=60, parent_key=parent))
+            else:
+                success = BlockMask.of([True] * len(keys))
+                done = await cache.finish_write(instance, started.session.id, success)
+        finally:
+            _counted.reset(token)
+    assert done == FinishedWrite(len(keys), 0, 0)
+    return rounds
+
+
 @pytest.mark.parametrize(
     ("server", "row"),
     [
         ("redis_standalone", "one server"),
-        ("redis_cluster", "Cluster, at most"),
+        ("redis_cluster", "Cluster"),
         ("redis_sentinel", "one server, Sentinel"),
     ],
 )
@@ -77,27 +119,51 @@ async def test_a_write_waits_for_as_many_answers_as_the_document_says(
     servers: Servers = request.getfixturevalue(server)
     stated = re.search(rf"^\| {row}.*?\| (\d+) \| (\d+) \|$", DOCUMENT.read_text(), re.MULTILINE)
     assert stated is not None
-    async with Manager(settings_of(servers.uri(f"t{uuid4().hex[:12]}"), tmp_path)).opened() as components:
-        cache = components.cache
-        await register(components)
-        instance, rounds = cache.cache("i"), []
-        for turn in range(2):  # the first one also connects
-            keys = range(turn * BLOCKS, (turn + 1) * BLOCKS)
-            for step in ("start", "finish"):
-                counted = Rounds()
-                token = _counted.set(counted)
-                if step == "start":
-                    started = await cache.start_write(instance, WriteRequest(keys=keys, timeout_seconds=60))
-                else:
-                    await cache.finish_write(instance, started.session.id, BlockMask.of([True] * BLOCKS))
-                _counted.reset(token)
-                rounds.append(counted.count)
-        assert len(started.session.keys) == BLOCKS
-    most = [int(number) for number in stated.groups()]
-    if server == "redis_cluster":  # which masters hold what is settled by chance
-        assert all(count <= bound for count, bound in zip(rounds[2:], most, strict=True)), rounds
-    else:
-        assert rounds[2:] == most
+    async with managed(servers.uri(f"t{uuid4().hex[:12]}"), tmp_path) as components:
+        for turn in range(WARM):  # connects, and hands the scripts over
+            await write(components, range(8 * turn, 8 * turn + 8))
+        await write(components, range(-2000, -1000))
+        head = range(10_000, 11_024)
+        for keys, parent in ((head, None), (range(20_000, 21_024), head[-1]), (range(BLOCKS, 2 * BLOCKS), None)):
+            rounds = await write(components, [1000 + key for key in keys], parent and 1000 + parent)
+            assert [each.count for each in rounds] == [int(number) for number in stated.groups()]
+            assert sum(each.count for each in rounds) <= MOST_TRIPS[server]
+            assert all(each.scripts <= MOST_SCRIPTS for each in rounds), [each.scripts for each in rounds]
+        if server != "redis_cluster":
+            assert all(each.scripts <= 2 for each in rounds)
+
+
+async def test_latency_costs_a_cluster_s_writers_the_answers_that_they_wait_for(tmp_path: Path) -> None:
+    """With 20 ms, and with a second: then a call still succeeds where it may take that long, and else fails in time."""
+    with cluster(tmp_path / "redis") as servers:
+        async with distant(servers) as (through, proxies):
+            async with managed(through.uri("distant"), tmp_path) as components:
+                for turn in range(WARM):
+                    await write(components, range(8 * turn, 8 * turn + 8))
+                for seconds, slack in ((0.02, 0.5), (1.0, 2.0)):
+                    for proxy in proxies:
+                        proxy.seconds = seconds
+                    begin = time.monotonic()
+                    rounds = await write(components, range(int(seconds * 100_000), int(seconds * 100_000) + 1024))
+                    waited = sum(each.count for each in rounds)
+                    assert waited <= MOST_TRIPS["redis_cluster"]
+                    assert waited * seconds <= time.monotonic() - begin <= waited * seconds + slack
+                    await components.cache.endings.concluded()
+            for proxy in proxies:
+                proxy.seconds = 0.0
+            async with managed(through.uri("distant", timeout_ms=400), tmp_path) as components:
+                for turn in range(WARM):
+                    await write(components, range(-8 * turn - 8, -8 * turn))
+                for proxy in proxies:
+                    proxy.seconds = 1.0
+                begin = time.monotonic()
+                with pytest.raises(StorageIOError, match="try again"):
+                    await write(components, range(500_000, 500_000 + BLOCKS))
+                assert time.monotonic() - begin <= 2 * 2 * 0.4 + 1  # the read, and the rollback at most
+                for proxy in proxies:
+                    proxy.seconds = 0.0
+                await asyncio.sleep(1)
+                await write(components, range(500_000, 500_000 + BLOCKS))
 
 
 async def test_a_start_that_redis_holds_up_for_long_ends_with_what_was_slow(

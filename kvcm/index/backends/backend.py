@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
@@ -588,6 +588,10 @@ class SharedBackend(IndexBackend, Protocol):
         """Do `get_many` for those who need no more of a block than its locations: return blocks that have one location
         each together as they are stored, more than were asked for maybe, and the records of the others."""
 
+    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        """Do `get_many` for blocks that are about to be written: few have a record, of which the first one may be the
+        parent of the others."""
+
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then
         lose."""
@@ -613,10 +617,22 @@ def usage_difference(changes: Iterable[Change]) -> Counter[StorageKey]:
 
 
 async def read_records(backend: IndexBackend, keys: Sequence[int]) -> list[BlockRecord | None]:
-    """Do `get_many`. Measured without `timed`, since every lookup of unknown blocks and every start passes here."""
+    """Do `get_many`, and measure it."""
+    return await _measured_read(backend.get_many, keys)
+
+
+async def read_fresh(backend: SharedBackend, keys: Sequence[int]) -> list[BlockRecord | None]:
+    """Do `get_fresh`, and measure it."""
+    return await _measured_read(backend.get_fresh, keys)
+
+
+async def _measured_read(
+    read: Callable[[Sequence[int]], Awaitable[list[BlockRecord | None]]], keys: Sequence[int]
+) -> list[BlockRecord | None]:
+    """Measure without `timed`, since every lookup of unknown blocks and every start passes here."""
     measures = current_measures()
     begin_ns = time.perf_counter_ns()
-    records = await backend.get_many(keys)
+    records = await read(keys)
     if measures is not None:
         so_far, microseconds = measures.get, (time.perf_counter_ns() - begin_ns) / 1000
         absent = records.count(None)

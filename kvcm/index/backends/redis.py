@@ -904,6 +904,9 @@ class RedisBackend(SharedCounts):
     ) -> None:
         """Records are in Redis: `get_many`."""
 
+    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        return await self.get_many(keys)
+
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many` and `stage_begin`."""
 

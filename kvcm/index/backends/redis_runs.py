@@ -34,6 +34,7 @@ per session (all its blocks would have to change together); positions in the ind
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -273,6 +274,44 @@ class RunsBackend(SharedCounts):
         values = await self._read_values(keys)
         with timed("meta_searcher.index_deserialize_time_us"):
             return decode_uniform(values)
+
+    @staged("read", "redis_runs.py:get_fresh")
+    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+        """Read the tag of the first block by a script, and of the others only the index, by commands: mostly it knows
+        none of them. On one server, where all blocks have one tag, that is `get_many`."""
+        tags = list(self._by_tag(keys).items())
+        if len(tags) < 2:
+            return await self.get_many(keys)
+        members = pack_keys(keys)
+        first, *others = (positions for _, positions in tags)
+        commands = [(b"HMGET", self._tags[tag].places, *(members[i] for i in some)) for tag, some in tags[1:]]
+        of_first, answers = await asyncio.gather(
+            self.get_many([keys[i] for i in first]), self._client.execute(commands)
+        )
+        records: list[BlockRecord | None] = [None] * len(keys)
+        for position, record in zip(first, of_first, strict=True):
+            records[position] = record
+        names: defaultdict[int, dict[bytes, None]] = defaultdict(dict)
+        known: list[int] = []
+        for (tag, _), positions, ids in zip(tags[1:], others, answers, strict=True):
+            for position, each in zip(positions, ids, strict=True):
+                if each is not None:
+                    known.append(position)
+                    names[tag][self._tags[tag].runs + each] = None
+        if known:
+            some = await self._get_known([keys[i] for i in known], [list(each) for each in names.values()])
+            for position in known:
+                records[position] = some.get(keys[position])
+        return records
+
+    async def _get_known(self, keys: Sequence[int], names: Sequence[Sequence[bytes]]) -> Mapping[int, BlockRecord]:
+        """Return the records of blocks that the index knew, from the runs that it named, by tag."""
+        values = [value for of_tag in await self._client.mget(names) for value in of_tag if value is not None]
+        found: dict[int, BlockRecord] = {**decode_runs(values, set(keys))}
+        left = [key for key in keys if key not in found]  # they changed meanwhile
+        records = await self.get_many(left) if left else ()
+        found.update((key, record) for key, record in zip(left, records, strict=True) if record is not None)
+        return found
 
     async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
         """Return the runs with blocks of these keys."""

@@ -701,6 +701,7 @@ class RedisClient:
         self.times = {op: Histogram() for op in ("read", "script", "command", "other")}
         self.gate = StoreGate()
         self.on_new_server: _Greet = _accept_server
+        self._used: dict[Script, None] = {}
         self._topology = _topology_of(settings, random, lambda send: self.on_new_server(send))
 
     @classmethod
@@ -733,11 +734,21 @@ class RedisClient:
         async with self._deadline("script"):
             slots = [self._slot(call.keys[0]) for call in calls]
             answers = await self._send([_Sent(call.by_sha1, slot) for call, slot in zip(calls, slots, strict=True)])
+            if self.is_cluster:
+                self._used.update(dict.fromkeys(call.script for call in calls))
             unknown = [at for at, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
-            again = await self._send([_Sent(calls[at].by_text, slots[at]) for at in unknown])
-            for at, answer in zip(unknown, again, strict=True):
+            again = [_Sent(calls[at].by_text, slots[at]) for at in unknown]
+            for at, answer in zip(unknown, await self._send([*again, *await self._handed_over(again)]), strict=False):
                 answers[at] = answer
             return self._checked(answers)
+
+    async def _handed_over(self, again: Sequence[_Sent]) -> list[_Sent]:
+        """Return what hands all scripts over that were used so far to the servers of a cluster that lack one of them:
+        each needs one round trip for it, and not one per script. A user who may not do that goes on as before."""
+        if not self.is_cluster:
+            return []
+        slots = {await self._topology.node_of(one.slot): one.slot for one in again}
+        return [_Sent((b"SCRIPT", b"LOAD", script.text), slot) for slot in slots.values() for script in self._used]
 
     async def run_in_turn(self, stages: Stages, recheck: ScriptCall | None = None) -> list[list[Any]]:
         """Run stages of scripts, each only if no guard of an earlier one answered 0, and return the answers of those
