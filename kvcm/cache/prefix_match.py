@@ -25,7 +25,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import structlog
 
-from kvcm.cache.instance_cache import BATCH_KEYS, InstanceCache, batches
+from kvcm.cache.instance_cache import InstanceCache, batches
 from kvcm.index.search_cache import ChunkCache, StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
@@ -404,6 +404,7 @@ NO_OBSERVER: CacheObserver = _NoObserver()
 
 _MOST_KEYS = 1 << 20
 _SLICE_KEYS = 256  # worked on without giving way
+_SAMPLED_KEYS = 4096  # looked through without giving way
 _SAMPLE_RATE = 64  # blocks, a power of two, whose reads are compared with their last one
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # keys need not be well mixed
 _PolicyOf = Callable[[InstanceCache], EvictionPolicy]
@@ -484,20 +485,25 @@ class AccessRecorder:
     async def _store(self, cache: InstanceCache, counts: dict[int, int], at: float) -> None:
         moves = not self._policy_of(cache).orders_by_write
         # A shared store gives way by itself, and is asked in fewer and larger calls.
-        size = BATCH_KEYS if cache.index.is_shared else _SLICE_KEYS
+        size = cache.index.most_touched if cache.index.is_shared else _SLICE_KEYS
+        if moves:
+            await self._report_revisits(cache, counts, at)
         items = iter(counts.items())
         while page := dict(islice(items, size)):
-            if moves:
-                await self._report_revisits(cache, page, at)
             await cache.index.touch(page, at, moves=moves)
             await asyncio.sleep(0)
 
-    async def _report_revisits(self, cache: InstanceCache, page: Mapping[int, int], at: float) -> None:
+    async def _report_revisits(self, cache: InstanceCache, counts: Mapping[int, int], at: float) -> None:
         """Tell how long ago some of the blocks were read before; to be asked before they are touched."""
-        sampled = _sampled(page)
-        for access in await cache.index.accesses(sampled) if sampled else ():
-            if access is not None and access.reads:
-                self.observer.on_revisits(cache.instance, max(0.0, at - access.at))
+        sampled: list[int] = []
+        keys = iter(counts)
+        while page := list(islice(keys, _SAMPLED_KEYS)):
+            sampled += _sampled(page)
+            await asyncio.sleep(0)
+        for some in batches(sampled, _SLICE_KEYS):
+            for access in await cache.index.accesses(some):
+                if access is not None and access.reads:
+                    self.observer.on_revisits(cache.instance, max(0.0, at - access.at))
 
 
 def _sampled(keys: Collection[int]) -> list[int]:

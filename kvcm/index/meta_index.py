@@ -476,6 +476,11 @@ class MetaIndex:
         first."""
         return await self._backend.due(now, most)
 
+    @property
+    def most_touched(self) -> int:
+        """Return how many blocks of a shared store are to be touched in one call."""
+        return cast("SharedBackend", self._backend).most_touched
+
     async def touch(self, counts: Mapping[int, int], at: float, *, moves: bool = True) -> None:
         """Record reads: how often by key, the least recent first, at unix time `at`; without `moves` blocks keep their
         place in the order of accesses."""

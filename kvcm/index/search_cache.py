@@ -22,10 +22,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, repeat
-from operator import is_
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from itertools import chain, islice
+from typing import Any, Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from kvcm.index.backends.backend import (
@@ -149,11 +149,17 @@ class CacheBudget:
         return True
 
 
-class ReadInFlight(NamedTuple):
-    """A read of records that is under way; its identity is the placeholder."""
+@dataclass(slots=True, eq=False)
+class ReadInFlight:
+    """A read of records that is under way.
+
+    Attributes:
+        keys: that are read.
+        changed: keys that changed since it began, of whatever read: what is read of them is not kept.
+    """
 
     keys: Sequence[int]
-    generation: int
+    changed: set[int] = field(default_factory=set)
 
 
 class SearchCache(Generic[Cached]):
@@ -187,7 +193,7 @@ class SearchCache(Generic[Cached]):
         self._is_bounded = is_bounded and budget.capacity_bytes is not None
         self._young: dict[int, Cached] = {}
         self._old: dict[int, Cached] = {}
-        self._reading: dict[int, ReadInFlight] = {}
+        self._reads: set[ReadInFlight] = set()
         budget.join(self)
 
     @property
@@ -198,7 +204,7 @@ class SearchCache(Generic[Cached]):
     @property
     def holds_any(self) -> bool:
         """Whether an answer is kept, or read right now."""
-        return bool(self._young or self._old or self._reading)
+        return bool(self._young or self._old or self._reads)
 
     def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
@@ -214,7 +220,7 @@ class SearchCache(Generic[Cached]):
 
     def store(self, key: int, record: BlockRecord | None) -> Cached | None:
         """Keep the answer for a record that is current right now, and return it."""
-        self._reading.pop(key, None)
+        self._note_changed((key,))
         answer = self._compose(record, self._view) if record is not None else None
         if answer is None:
             self._young.pop(key, None)
@@ -234,9 +240,7 @@ class SearchCache(Generic[Cached]):
 
     def store_answers(self, keys: Sequence[int], answers: Sequence[Cached]) -> None:
         """Keep the answers for records that are current right now."""
-        if self._reading:
-            for key in keys:
-                self._reading.pop(key, None)
+        self._note_changed(keys)
         if self._is_bounded:
             self._keep_all(dict(zip(keys, answers, strict=True)))
         else:
@@ -253,55 +257,55 @@ class SearchCache(Generic[Cached]):
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the answers of keys that changed, and keep nothing of reads that are under way."""
         keys = list(keys)
-        tables: tuple[dict[int, Any], ...] = (self._young, self._old, self._reading)
-        for table in tables:
+        self._note_changed(keys)
+        for table in (self._young, self._old):
             if table and not table.keys().isdisjoint(keys):
                 for key in keys:
                     table.pop(key, None)
+
+    def _note_changed(self, keys: Iterable[int]) -> None:
+        for read in self._reads:
+            read.changed.update(keys)
 
     def clear(self) -> None:
         """Drop everything, reads under way included: changes may have been missed."""
         self._young.clear()
         self._old.clear()
-        self._reading.clear()
+        self._reads.clear()
 
     def age(self) -> None:
         """Begin a new generation."""
         self._old, self._young = self._young, {}
 
     def begin_read(self, keys: Sequence[int]) -> ReadInFlight:
-        """Leave a placeholder for every key whose record is about to be read."""
+        """Note from now on what changes of records that are about to be read."""
         self._sync_with_view()
-        read = ReadInFlight(keys, self._generation)
-        self._reading.update(dict.fromkeys(keys, read))
+        read = ReadInFlight(keys)
+        self._reads.add(read)
         return read
 
     def end_read(self, read: ReadInFlight, records: Sequence[BlockRecord | None]) -> list[Cached | None]:
-        """Return the answers for the records of a read, and keep those whose placeholder survived."""
+        """Return the answers for the records of a read, and keep those that did not change meanwhile."""
         self._sync_with_view()
         answers = [self._compose(record, self._view) if record is not None else None for record in records]
         return self.end_read_of(read, answers)
 
     def end_read_of(self, read: ReadInFlight, answers: Sequence[Cached | None]) -> list[Cached | None]:
-        """Do `end_read` with the answers for the records, as the view is now."""
+        """Do `end_read` with the answers for the first records, as the view is now."""
         self._sync_with_view()
-        found = dict(zip(read.keys, answers, strict=True))
-        if len(found) == len(self._reading) and all(map(is_, self._reading.values(), repeat(read))):
-            self._reading.clear()  # nearly always: no other read is under way, and nothing changed
-        else:
-            found = {key: answer for key, answer in found.items() if self._reading.get(key) is read}
-            for key in found:
-                del self._reading[key]
-        if None in answers:
-            found = {key: answer for key, answer in found.items() if answer is not None}
-        self._keep_all(cast("dict[int, Cached]", found))
+        if read in self._reads:  # else any record may have changed
+            self._reads.discard(read)
+            found = dict(zip(read.keys, answers, strict=False))
+            for key in read.changed:
+                found.pop(key, None)
+            if None in answers:
+                found = {key: answer for key, answer in found.items() if answer is not None}
+            self._keep_all(cast("dict[int, Cached]", found))
         return list(answers)
 
     def abandon(self, read: ReadInFlight) -> None:
-        """Take the placeholders of a failed read away."""
-        for key in read.keys:
-            if self._reading.get(key) is read:
-                del self._reading[key]
+        """End a read that failed."""
+        self._reads.discard(read)
 
     def _keep_all(self, answers: Mapping[int, Cached]) -> None:
         if not self._is_bounded:
@@ -485,18 +489,19 @@ class AnswerCache:
         position, read_count = found.index(None), 0
         window = self._first_window(len(keys), stop_at_miss=stop_at_miss)
         while position >= 0:
-            # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many.
+            # Unknown to the cache: a miss nearly always. A prefix match asks for a few records before it asks for many,
+            # unless the store itself ends the read at a miss.
             end = min(position + window, len(found))
             if found[position:end].count(None) == end - position:  # nearly always: nothing is known from there on
                 answers = await self._fill(keys[position:end], stop_at_miss=stop_at_miss)
                 found[position : position + len(answers)] = answers
-                read_count += end - position
+                read_count += min(len(answers) + 1, end - position)
             else:
                 unknown = list(islice((i for i in range(position, len(found)) if found[i] is None), window))
                 answers = await self._fill([keys[i] for i in unknown], stop_at_miss=stop_at_miss)
                 for i, answer in zip(unknown, answers, strict=False):
                     found[i] = answer
-                read_count, end = read_count + len(unknown), unknown[-1] + 1
+                read_count, end = read_count + min(len(answers) + 1, len(unknown)), unknown[-1] + 1
             if stop_at_miss and (miss := _next_none(found, position, end)) >= 0:
                 del found[miss:]
                 break
@@ -508,7 +513,8 @@ class AnswerCache:
 
     def _first_window(self, count: int, *, stop_at_miss: bool) -> int:
         if stop_at_miss:
-            return _FIRST_WINDOW
+            ends_itself = self._backend.is_shared and cast("SharedBackend", self._backend).ends_at_miss
+            return _WINDOW if ends_itself else _FIRST_WINDOW
         return count if self._backend.awaits else _WINDOW  # a store is asked in few calls, and gives way itself
 
     async def _fill(self, keys: Sequence[int], *, stop_at_miss: bool) -> Sequence[bytes | None]:
@@ -522,25 +528,35 @@ class AnswerCache:
         try:
             if not self._backend.is_shared:
                 return self._cache.end_read(read, await read_records(self._backend, keys))
-            runs, records = await read_runs(cast("SharedBackend", self._backend), keys)
-            composed = self._composed(keys, runs, records)
-            measure_runs(keys, runs, records, all_found=None not in composed)
+            runs, records = await read_runs(cast("SharedBackend", self._backend), keys, stop_at_miss=stop_at_miss)
+            composed = self._composed(keys, runs, records, stop_at_miss=stop_at_miss)
+            read_keys = keys[: len(composed) + 1]
+            measure_runs(read_keys, runs, records, all_found=len(read_keys) == len(composed) and None not in composed)
             return self._cache.end_read_of(read, composed)
         except BaseException:
             self._cache.abandon(read)
             raise
 
     def _composed(
-        self, keys: Sequence[int], runs: Sequence[UniformRun], records: Mapping[int, BlockRecord]
+        self,
+        keys: Sequence[int],
+        runs: Sequence[UniformRun],
+        records: Mapping[int, BlockRecord],
+        *,
+        stop_at_miss: bool,
     ) -> Sequence[bytes | None]:
-        """Return the answers for blocks. That of a block with one location is its chunk."""
+        """Return the answers for blocks; with `stop_at_miss` those before the first None do. That of a block with one
+        location is its chunk."""
         serving = [run for run in runs if self._serves(run.location)]
         blocks = list(chain.from_iterable([run.keys for run in serving]))
+        if stop_at_miss and not blocks and not records:
+            return ()
         if not records and keys[0] in blocks:
             begin = blocks.index(keys[0])
-            end = begin + len(keys)
-            if blocks[begin:end] == keys:  # mostly they are requested as they lie in the runs: no dictionary is needed
-                return list(chain.from_iterable([run.chunks for run in serving]))[begin:end]
+            found = blocks[begin : begin + len(keys)]
+            # Mostly they are requested as they lie in the runs: no dictionary is needed.
+            if found == keys or (stop_at_miss and found == keys[: len(found)]):
+                return list(chain.from_iterable([run.chunks for run in serving]))[begin : begin + len(found)]
         answers = {key: compose_answer(record, self._view) for key, record in records.items()}
         for run in serving:
             answers.update(zip(run.keys, run.chunks, strict=True))

@@ -217,6 +217,7 @@ class CountingBackend(MemoryBackend):
 
     def __init__(self) -> None:
         super().__init__()
+        self.most_touched = BATCH_KEYS
         self.touched: list[dict[int, int]] = []
         self.moved: list[bool] = []
 

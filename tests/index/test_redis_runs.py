@@ -8,6 +8,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -527,7 +528,8 @@ async def test_any_keys_in_any_order_are_read_as_from_a_dict(
     *parts, _ = runs = laid(lengths)
     depths = [sum(lengths[:at]) for at in range(len(parts))]
     written = [run_of(part, SERVING, mixed_key(9), depth) for part, depth in zip(parts, depths, strict=True)]
-    await begin(client, backend, *written)
+    await begin(client, backend, *(replace(run, location=WRITING) for run in written))
+    await serve(client, backend, *(uniform(run.keys, WRITING, SERVING) for run in written))
     model = {key: record for run in written for key, record in zip(run.keys, run.records(), strict=True)}
     asked = rows_of([key for run in runs for key in run], rows, shuffled)
     expected = [model.get(key) for key in asked]
@@ -565,6 +567,22 @@ async def calls_of(client: RedisClient, of: Callable[[], Awaitable[object]]) -> 
     before = await counts()
     await of()
     return dict(await counts() - before)
+
+
+async def test_a_prefix_is_read_to_its_end_by_one_script_and_no_further(client: RedisClient) -> None:
+    backend, keys = RunsBackend(client, UID, 1), chain(1024)
+    index = MetaIndex(backend, TableView({"nfs": 0}))
+    await begin(client, backend, run_of(keys[:320]))
+    writing = await calls_of(client, lambda: index.answers(keys, stop_at_miss=True))
+    assert (writing["evalsha"], writing["hmget"], writing["get"]) == (1, 2, 1)  # none of it can be read
+    await serve(client, backend, uniform(keys[:320]))
+    read = await calls_of(client, lambda: index.answers(keys, stop_at_miss=True))
+    assert (read["evalsha"], read["hmget"], read["get"]) == (1, 6, 5)
+    index.invalidate_all()
+    assert await index.answers(keys, stop_at_miss=True) == chunked(keys[:320])
+    assert await index.answers(keys[300:], stop_at_miss=True) == chunked(keys[:320])[300:]
+    absent = await calls_of(client, lambda: index.answers(chain(1024, 5000), stop_at_miss=True))
+    assert (absent["evalsha"], absent["hmget"], "get" in absent) == (1, 1, False)
 
 
 async def test_blocks_that_are_asked_for_as_they_lie_cost_the_server_one_lookup_a_run(client: RedisClient) -> None:

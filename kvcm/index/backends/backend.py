@@ -576,7 +576,18 @@ class IndexBackend(Protocol):
 
 class SharedBackend(IndexBackend, Protocol):
     """Keeps records in a store that several managers share. It makes changes of whole runs together with changes of
-    other things, in one round trip."""
+    other things, in one round trip.
+
+    Attributes:
+        ends_at_miss: whether `get_runs` reads no further than to a block without a record where that is enough.
+        most_touched: blocks to be touched in one call.
+    """
+
+    @property
+    def ends_at_miss(self) -> bool: ...
+
+    @property
+    def most_touched(self) -> int: ...
 
     def leave(self) -> None:
         """Refuse every call from now on: the blocks lie in another store."""
@@ -584,9 +595,12 @@ class SharedBackend(IndexBackend, Protocol):
     async def lift_fence(self, move: int) -> None:
         """Let changes go on that a move to another store keeps waiting which has ended."""
 
-    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+    async def get_runs(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False
+    ) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
         """Do `get_many` for those who need no more of a block than its locations: return blocks that have one location
-        each together as they are stored, more than were asked for maybe, and the records of the others."""
+        each together as they are stored, more than were asked for maybe, and the records of the others. With
+        `stop_at_miss` blocks after the first one that cannot be read may be missing."""
 
     async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
         """Do `get_many` for blocks that are about to be written: few have a record, of which the first one may be the
@@ -655,11 +669,11 @@ def read_answers(
 
 
 async def read_runs(
-    backend: SharedBackend, keys: Sequence[int]
+    backend: SharedBackend, keys: Sequence[int], *, stop_at_miss: bool
 ) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
     """Do `get_runs`, and measure its time; `measure_runs` measures the rest."""
     with timed("meta_indexer.get_io_time_us"):
-        return await backend.get_runs(keys)
+        return await backend.get_runs(keys, stop_at_miss=stop_at_miss)
 
 
 def measure_runs(

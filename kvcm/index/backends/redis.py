@@ -812,6 +812,8 @@ class SharedCounts:
 
     awaits = True
     is_shared = True
+    ends_at_miss = False
+    most_touched = 1024
 
     def __init__(self, client: RedisClient, pending: DueSets, sums: SharedSums) -> None:
         self._client = client
@@ -878,7 +880,9 @@ class RedisBackend(SharedCounts):
             return await self._read(keys)
         return [record for part in _cut(keys, _MOST_KEYS_PER_READ) for record in await self._read(part)]
 
-    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+    async def get_runs(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False
+    ) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
         pairs = zip(keys, await self.get_many(keys), strict=True)
         return (), {key: record for key, record in pairs if record is not None}
 

@@ -687,16 +687,22 @@ READ: Final = Script(
     + _CUT
     + _WALK
     + """
--- KEYS: index, what names of runs begin with, fence. ARGV: keys of blocks, one after the other.
+-- KEYS: index, what names of runs begin with, access order, fence. ARGV: keys of blocks, one after the other; 1 to end
+-- at a block that is not there, or that the first run has and that cannot be read.
 -- Returns how many of the keys were looked up, not all where that takes more than 32 runs; then every run that holds
 -- some of them.
-check_present(KEYS[3])
-local found, runs = {0}, 0
+check_present(KEYS[4])
+local found, runs, most = {0}, 0, 32
+local stops, is_over = ARGV[2] == '1', false
 
 local function open(id)
-  if not id then return '' end
-  if runs == 32 then return nil end
+  if not id and not stops then return '' end
+  if not id or runs == most then
+    is_over = not id or most == 1
+    return nil
+  end
   runs = runs + 1
+  if stops and runs == 1 and tonumber(redis.call('ZSCORE', KEYS[3], id) or 0) >= 8589934592 then most = 1 end
   local value = redis.call('GET', KEYS[2] .. id)
   if not value then return '' end
   found[#found + 1] = value
@@ -704,6 +710,7 @@ local function open(id)
 end
 
 found[1] = walk(KEYS[1], ARGV[1], open)
+if is_over then found[1] = #ARGV[1] / 8 end
 return found
 """
 )

@@ -252,6 +252,9 @@ class RunsBackend(SharedCounts):
         move: number of the move that this backend is for (`StoreMoves`); 0 for all other use.
     """
 
+    ends_at_miss = True
+    most_touched = 4096
+
     def __init__(self, client: RedisClient, uid: int, tags: int, flags: Revisions | None = None, move: int = 0) -> None:
         self._move = move or ""
         self._tags = [TagKeys.of(client.prefix, uid, tag) for tag in range(tags)]
@@ -270,8 +273,10 @@ class RunsBackend(SharedCounts):
         return list(map(records.get, keys))
 
     @staged("read", "redis_runs.py:get_runs")
-    async def get_runs(self, keys: Sequence[int]) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
-        values = await self._read_values(keys)
+    async def get_runs(
+        self, keys: Sequence[int], *, stop_at_miss: bool = False
+    ) -> tuple[Sequence[UniformRun], Mapping[int, BlockRecord]]:
+        values = await self._read_values(keys, stop_at_miss=stop_at_miss)
         with timed("meta_searcher.index_deserialize_time_us"):
             return decode_uniform(values)
 
@@ -313,13 +318,16 @@ class RunsBackend(SharedCounts):
         found.update((key, record) for key, record in zip(left, records, strict=True) if record is not None)
         return found
 
-    async def _read_values(self, keys: Sequence[int]) -> list[bytes]:
-        """Return the runs with blocks of these keys."""
+    async def _read_values(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes]:
+        """Return the runs with blocks of these keys; with `stop_at_miss` of each tag those before the first miss do."""
         left = [(tag, members) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
         values: list[bytes] = []
         while left:
             answers = await self._run(
-                [ScriptCall(READ, [tag.places, tag.runs, tag.fence], [some]) for tag, some in left]
+                [
+                    ScriptCall(READ, [tag.places, tag.runs, tag.order, tag.fence], [some, int(stop_at_miss)])
+                    for tag, some in left
+                ]
             )
             values += [each for answer in answers for each in answer[1:]]
             rest = [(tag, some[_KEY_BYTES * answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
