@@ -5,13 +5,14 @@ Invariants:
 * An entry is the answer for the record that the store has, or had a moment ago: every change of a record, here or by
   another manager, drops its entry (design.md decision 4). Only resident blocks have one: other managers say nothing of
   changes of the others.
-* A read that overlaps a change never puts the old record back. A read in flight leaves a placeholder per key; the
-  change takes it away, and the result enters the cache only where the placeholder is still there.
+* A read that overlaps a change never puts the old record back. A read in flight is told of every key that changes, and
+  what it read of those does not enter the cache.
 * Bounded: entries live in two generations. A hit in the old one moves the entry to the young one; when the young ones
   of all caches hold half of the budget, they become the old ones, and the old entries without a hit are dropped.
 
 Rejected: strict LRU, where a lookup costs half as much again as a bare dict lookup (decision 19); one epoch for all
-keys instead of placeholders, which on a busy cluster would keep nothing.
+keys, which on a busy cluster would keep nothing; a placeholder per key that is read, which costs each read of a
+thousand keys a tenth of a millisecond.
 
 An answer of a block with one location is that location's own chunk, so in front of a backend that keeps its records in
 this process the cache holds references, no copies, and needs no bound.

@@ -569,6 +569,16 @@ async def calls_of(client: RedisClient, of: Callable[[], Awaitable[object]]) -> 
     return dict(await counts() - before)
 
 
+async def test_blocks_of_more_runs_than_a_script_takes_are_touched_in_several(client: RedisClient, tags: int) -> None:
+    backend, keys = RunsBackend(client, UID, tags), chain(500)
+    await begin(client, backend, *(run_of([key], SERVING) for key in keys))
+    counts = {key: 1 + at % 3 for at, key in enumerate(reversed(keys))}
+    touched = await calls_of(client, lambda: backend.touch(counts, 1700000100.0))
+    assert touched["evalsha"] >= 500 // 96
+    assert await backend.accesses(keys) == [Access(1700000100, counts[key]) for key in keys]
+    assert sorted(map(len, await runs_in(client, UID, tags))) == [1] * 500
+
+
 async def test_a_prefix_is_read_to_its_end_by_one_script_and_no_further(client: RedisClient) -> None:
     backend, keys = RunsBackend(client, UID, 1), chain(1024)
     index = MetaIndex(backend, TableView({"nfs": 0}))
@@ -594,7 +604,7 @@ async def test_blocks_that_are_asked_for_as_they_lie_cost_the_server_one_lookup_
     assert (late["hmget"], late["get"]) == (16, 16 + 1)
     # Reads are recorded tail first.
     touched = await calls_of(client, lambda: backend.touch(dict.fromkeys(reversed(keys), 1), 1700000100.0))
-    assert (touched["hmget"], touched["zadd"]) == (16, 2)
+    assert (touched["evalsha"], touched["hmget"], touched["zadd"]) == (1, 16, 1)
     absent = await calls_of(client, lambda: backend.get_many(chain(1024, 5000)))
     assert absent["hmget"] <= 12
     assert await backend.accesses(keys) == [Access(1700000100, 1)] * 1024

@@ -91,6 +91,8 @@ _WALK: Final = """
 -- Returns how many bytes of keys of blocks from `at` on are those that follow a key in its run.
 local function following(text, at, keys, key)
   local from = string.find(keys, key, 1, true)
+  -- Mostly the run lies there as a whole: that is seen without a copy of its keys.
+  if from == 1 and string.find(text, keys, at - 8, true) == at - 8 then return #keys - 8 end
   while from and from % 8 ~= 1 do from = string.find(keys, key, from + 1, true) end
   if not from then return 0 end
   local size = math.min(#keys - from - 7, #text - at + 1)
@@ -540,7 +542,8 @@ _RESCORE: Final = (
 -- ARGV: unix seconds; `how`; keys of blocks; packed number of reads of each, or one for all; how many runs to cut at
 -- most.
 -- Blocks of a run are always read alike: where they were not, the run is cut.
--- Returns the keys of blocks of runs that were left, since more had to be cut.
+-- Returns how many of the keys were looked up, not all where that takes more than 96 runs; then the keys of blocks of
+-- runs that were left, since more had to be cut.
 local order, children, pending, usage, index, prefix = unpack(KEYS)
 local at, how, text, counts = tonumber(ARGV[1]), ARGV[2], ARGV[3], cmsgpack.unpack(ARGV[4])
 
@@ -558,6 +561,7 @@ local heads, parts, listed = {}, {}, {}  -- by id: keys of the run, positions of
 
 local function open(id)
   if not id then return '' end
+  if #listed == 96 then return nil end
   listed[#listed + 1] = id
   heads[id], parts[id] = keys_at(prefix .. id), {}
   return heads[id]
@@ -578,7 +582,8 @@ local function count_at(position) return type(counts) == 'number' and counts or 
 -- Returns how often all blocks of a run were read, nil where that differs.
 local function reads_of_all(id)
   local first, last = unpack(parts[id])
-  if #parts[id] > 2 or string.sub(text, 8 * first - 7, 8 * last) ~= heads[id] then return end
+  if #parts[id] > 2 or 8 * (last - first + 1) ~= #heads[id] then return end
+  if string.find(text, heads[id], 8 * first - 7, true) ~= 8 * first - 7 then return end
   for position = first + 1, type(counts) == 'number' and first or last do
     if counts[position] ~= counts[first] then return end
   end
@@ -596,10 +601,10 @@ local function reads_of_each(id)
   return reads
 end
 
-walk(index, text, open, visit)
-if #listed == 0 then return {} end
+local visited = walk(index, text, open, visit)
+if #listed == 0 then return {visited} end
 local scores = redis.call('ZMSCORE', order, unpack(listed))
-local ordered, apart, left, most = {}, {}, {}, tonumber(ARGV[5])
+local ordered, apart, left, most = {}, {}, {visited}, tonumber(ARGV[5])
 
 local function reorder(id, old, new)
   if old ~= new then

@@ -106,6 +106,7 @@ _UNKNOWN: Final = b"\xff" * STAMP_SIZE  # no write has this stamp
 _MOST_BLOCKS_PER_CALL: Final = 8 * MOST_BLOCKS
 _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 1024
+_MOST_KEYS_PER_TOUCH: Final = 1024
 _MOST_RUNS_PER_CALL: Final = 64
 _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
@@ -569,17 +570,21 @@ class RunsBackend(SharedCounts):
         await self._rescore(REQUEUE, counts, at, "set")
 
     async def _rescore(self, script: Script, counts: Mapping[int, int], at: float, how: str) -> None:
-        keys = list(counts)
+        # Reads are recorded tail first, runs lie head first: that is how the script looks blocks up fastest.
+        keys = list(counts)[::-1]
         numbers = set(counts.values())
         only = numbers.pop() if len(numbers) == 1 else None
         while keys:
-            # Reads are recorded tail first, runs lie head first: that is how the script looks blocks up fastest.
-            keys.reverse()
+            parts = list(self._parts(keys, _MOST_KEYS_PER_TOUCH))
             calls = []
-            for tag, positions, members in self._parts(keys, _MOST_BLOCKS_PER_CALL):
+            for tag, positions, members in parts:
                 reads = _encode([counts[keys[i]] for i in positions] if only is None else only)
                 calls.append(ScriptCall(script, tag, [int(at), how, members, reads, _MOST_RUNS_CUT]))
-            keys = unpack_keys(key for left in await self._run(calls) for key in left)
+            answers = await self._run(calls)
+            left = unpack_keys(key for answer in answers for key in answer[1:])
+            for (_, positions, _), (visited, *_) in zip(parts, answers, strict=True):
+                left += [keys[i] for i in positions[visited:]]
+            keys = left
 
     async def drop(self) -> None:
         left = self._tags
