@@ -585,8 +585,9 @@ async def apply_decision(
     served = 0
     most = min(cache.batch_keys, max(1, BATCH_KEYS // max(1, len(session.checksums.names))))
     # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
-    for end in range(len(session.keys), 0, -most):
-        begin = max(0, end - most)
+    # Pages as the start had them: what began together is stored together.
+    for begin in reversed(range(0, len(session.keys), most)):
+        end = min(begin + most, len(session.keys))
         ends.checksums = session.checksums.by_key(session.keys, begin, end)
         keys, decision = session.keys[begin:end][::-1], session.decision[begin:end][::-1]
         succeeded = keys if all(decision) else tuple(compress(keys, decision))

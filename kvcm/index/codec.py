@@ -12,6 +12,10 @@
 The stamp is new with every write. A compare-and-set compares it instead of the whole record, which costs neither the
 encoding nor the sending of the expected record.
 
+Blocks whose writing began in a RocksDB have no records of their own before something becomes of them. They are one
+value: msgpack [version, uid, parent of the first, depth of the first, header, keys (8 bytes each), [chunk, ...]]; keys
+are not mixed.
+
 Everything of a location but its chunk is the same for all blocks of a write session, so it is encoded apart and both
 directions remember the latest headers: a location is decoded with one look into a table, and a million loaded records
 share their names, numbers and times instead of holding 300 bytes of them each.
@@ -32,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed, mixed_array, unmixed, unmixed_array, unmixed_key
-from kvcm.model.locations import BlockRecord, Location, LocationStatus
+from kvcm.model.keys import join_keys, mixed, mixed_array, mixed_key, split_keys, unmixed, unmixed_array, unmixed_key
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus
 from kvcm.model.storages import StorageType
 
 __all__ = [
@@ -41,12 +45,14 @@ __all__ = [
     "STAMP_SIZE",
     "StampedRecord",
     "StoredColumns",
+    "decode_begun",
     "decode_columns",
     "decode_header",
     "decode_payload",
     "decode_payloads",
     "decode_record",
     "decode_records",
+    "encode_begun",
     "encode_chunk_of",
     "encode_header",
     "encode_payload",
@@ -210,6 +216,46 @@ def decode_payload(data: bytes) -> BlockRecord:
 def decode_payloads(values: Sequence[bytes]) -> list[BlockRecord]:
     """Do `decode_payload` for many."""
     return _decode(BlockRecord, values, 1)
+
+
+class _Begun(msgspec.Struct, array_like=True, frozen=True):
+    version: int
+    uid: int
+    parent: int | None
+    depth: int
+    header: bytes
+    keys: bytes
+    chunks: list[bytes]
+
+
+_decode_begun = msgspec.msgpack.Decoder(_Begun).decode
+
+
+def encode_begun(uid: int, run: BlockRun) -> bytes:
+    """Return fresh blocks of a registration, whose writing begins, as one value."""
+    parent = None if run.parent is None else unmixed_key(run.parent)
+    header, keys = header_of(run.location), join_keys(run.keys)
+    return _encode((FORMAT_VERSION, uid, parent, run.depth, header, keys, run.chunks))
+
+
+def decode_begun(data: bytes) -> tuple[int, BlockRun]:
+    """Read what `encode_begun` wrote.
+
+    Raises:
+        StorageIOError: another release wrote it, or it is damaged.
+    """
+    try:
+        begun = _decode_begun(data)
+        if begun.version != FORMAT_VERSION:
+            raise _unknown_version(begun.version)
+        keys, (before, after) = split_keys(begun.keys), decode_header(begun.header)
+        if not 0 < len(keys) == len(begun.chunks):
+            raise ValueError(f"it has {len(keys)} keys and {len(begun.chunks)} chunks")
+    except _DAMAGE as error:
+        raise _damaged(data, error) from error
+    parent = None if begun.parent is None else mixed_key(begun.parent)
+    location = tuple.__new__(Location, (*before, b"", *after))
+    return begun.uid, BlockRun(keys, parent, begun.depth, location, begun.chunks)
 
 
 class StoredColumns(NamedTuple):

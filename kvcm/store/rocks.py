@@ -54,6 +54,7 @@ from kvcm.store.store import PART, Replacement, Revision
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
+    "BEGUN",
     "DOCUMENTS",
     "FORMAT_KEY",
     "FORMAT_VERSION",
@@ -949,9 +950,12 @@ def _parts(key: bytes) -> Row:
 #
 # Outcomes of the documents of a table lie in rows of a table of its own, due when they expire, which
 # older releases load and never look at. Blocks lie in the same database (kvcm/index/backends/rocks.py), so that a
-# session and its blocks reach the disk in the order in which they were stored.
+# session and its blocks reach the disk in the order in which they were stored. Blocks that are beginning to be written
+# are documents, too, of a table that older releases load and never look at.
 
-_ENDED: Final = ".ended"  # behind a table's name; no other table's name has a dot
+BEGUN: Final = "blocks.begun"
+"""Name of that table; the index reads and writes it (`kvcm/index/backends/rocks.py`)."""
+_ENDED: Final = ".ended"  # behind a table's name; no other table's name ends like this
 
 
 class RocksTable:
@@ -1045,6 +1049,7 @@ class RocksStore:
 
     Attributes:
         log: what makes changes durable; blocks are written through it too.
+        begun: documents of the table `BEGUN`, as they were when the store was opened; the index takes them.
 
     Raises:
         StorageIOError: the directory is in use, was written by another release, or is damaged.
@@ -1062,6 +1067,7 @@ class RocksStore:
     ) -> None:
         reserve = MetadataReserve(directory, reserve_bytes)
         self.log = CommitLog(directory, Fsync(fsync), clock, on_failure, reserve=reserve)
+        self.begun: list[DocumentRow] = []
         self._tables: dict[str, RocksTable] = {}
         try:
             self._load()
@@ -1101,11 +1107,14 @@ class RocksStore:
                 ) from error
             if row.table.endswith(_ENDED):
                 ended.append(row)
-            else:
-                count += 1
-                if row.table == REGISTRY:
-                    registry.append((key, value))
-                self.table(row.table).restore(row)
+                continue
+            count += 1
+            if row.table == BEGUN:
+                self.begun.append(row)
+                continue
+            if row.table == REGISTRY:
+                registry.append((key, value))
+            self.table(row.table).restore(row)
         self.log.count_documents(count)
         self.log.begin_copy(registry)
         for row in sorted(ended, key=lambda each: each.due):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,13 +11,16 @@ from hypothesis import strategies as st
 from kvcm.index.backends.memory import unpack
 from kvcm.index.codec import (
     StampedRecord,
+    decode_begun,
     decode_columns,
     decode_payload,
     decode_payloads,
     decode_record,
+    encode_begun,
     encode_payload,
     encode_payloads,
     encode_record,
+    header_of,
 )
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import mixed_key
@@ -110,6 +114,32 @@ def test_a_run_is_encoded_as_its_records(keys: list[int], parent: int | None, de
     depths = np.array([~record.depth if record.parent is None else record.depth for record in records], np.int32)
     payloads = encode_payloads(run.location, parents, depths, run.chunks)
     assert payloads == list(map(encode_payload, records))
+
+
+@settings(deadline=None)
+@given(
+    uid=st.integers(0, 2**32 - 1),
+    keys=st.lists(KEYS, min_size=1, max_size=9),
+    parent=st.none() | KEYS,
+    depth=st.integers(0, 2**31 - 1),
+    location=LOCATIONS,
+    cut=st.floats(0, 1, exclude_max=True),
+)
+def test_a_run_that_begins_is_read_as_it_was(
+    uid: int, keys: list[int], parent: int | None, depth: int, location: Location, cut: float
+) -> None:
+    run = BlockRun(keys, parent, depth, location._replace(chunk=b""), [b"%d" % key for key in keys])
+    encoded = encode_begun(uid, run)
+    assert decode_begun(encoded) == (uid, run)
+    with pytest.raises(StorageIOError):
+        decode_begun(encoded[: int(cut * len(encoded))])
+
+
+def test_a_run_of_a_later_version_or_without_as_many_chunks_as_keys_is_refused() -> None:
+    header = header_of(LOCATION)
+    for version, keys, named in ((2, 1, "version 2"), (1, 2, "2 keys and 1 chunks"), (1, 0, "0 keys and 1 chunks")):
+        with pytest.raises(StorageIOError, match=named):
+            decode_begun(msgspec.msgpack.encode((version, 1, None, 0, header, bytes(8 * keys), [b"x"])))
 
 
 def test_the_format_is_the_one_that_is_on_disks() -> None:

@@ -1,5 +1,6 @@
 """Blocks in RocksDB: whatever was written is there after a restart, and nothing else."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,13 +15,14 @@ from thoroughness import examples
 
 from kvcm.index.backends.backend import Access, Change, ResidentBlocks, UniformRun
 from kvcm.index.backends.memory import MemoryBackend
-from kvcm.index.backends.rocks import RocksBackend, RocksIndex, load_index
+from kvcm.index.backends.rocks import ADDRESS, BLOCKS, RocksBackend, RocksIndex, audit_rows, load_index
+from kvcm.index.codec import encode_payload
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
-from kvcm.model.keys import mixed_key
+from kvcm.model.keys import mixed_key, unmixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, SpecUri, encode_chunk
 from kvcm.model.storages import StorageType
-from kvcm.store.rocks import RocksStore
+from kvcm.store.rocks import BEGUN, DOCUMENTS, CommitLog, DocumentRow, Fsync, RocksStore, decode_row, encode_row
 
 KEYS = [0, -1, 2**63 - 1, -(2**63)]
 UIDS = [0, 2**32 - 1]
@@ -307,6 +309,92 @@ async def test_reads_of_blocks_that_were_being_written_end_when_these_serve_toge
     store, index = await reopened(store, tmp_path)
     assert await index.backend(1).accesses([1, 2]) == [Access(5, 0)] * 2
     await store.close()
+
+
+async def rows_on_disk(store: RocksStore) -> tuple[int, int]:
+    """How many blocks have rows, and how many runs are documents."""
+    await store.flush()
+    begun = sum(decode_row(*row).table == BEGUN for row in store.log.read(DOCUMENTS))
+    return sum(1 for _ in store.log.read(BLOCKS)), begun
+
+
+async def test_blocks_that_begin_are_one_document_until_they_serve(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    run = run_of([1, 2, 3], 9, 5.0)
+    assert index.backend(1).begin(run) is not None
+    assert await rows_on_disk(store) == (0, 1)
+    store, index = await reopened(store, tmp_path)
+    backend = index.backend(1)
+    assert await backend.get_many([1, 2, 3]) == run.records()
+    assert backend.serve([3, 2, 1], partial(serving, 0.0)) is not None
+    assert await rows_on_disk(store) == (3, 0)
+    store, index = await reopened(store, tmp_path)
+    assert [record and record.locations[0].status for record in await index.backend(1).get_many([1, 2, 3])] == [
+        LocationStatus.SERVING
+    ] * 3
+    await store.close()
+
+
+@pytest.mark.parametrize("how", ["serve", "remove", "change"])
+async def test_the_first_block_of_a_run_that_changes_gives_rows_to_all(tmp_path: Path, how: str) -> None:
+    store, index = opened(tmp_path)
+    backend, run, other = index.backend(1), run_of([1, 2, 3], None, 5.0), run_of([7, 8], None, 6.0)
+    assert backend.begin(run) is not None
+    assert backend.begin(replace(other, location=other.location._replace(session_id="other"))) is not None
+    first, *_ = records = run.records()
+    if how == "serve":
+        assert backend.serve([2], partial(serving, 0.0)) is not None
+    else:
+        changed = first._replace(locations=(first.locations[0]._replace(deadline=99.0),)) if how == "change" else None
+        await backend.write_many([Change(1, first, changed)])
+    expected = await backend.get_many([1, 2, 3])
+    assert sum(record == before for record, before in zip(expected, records, strict=True)) == 2
+    assert await rows_on_disk(store) == (2 if how == "remove" else 3, 1)
+    store, index = await reopened(store, tmp_path)
+    assert await index.backend(1).get_many([1, 2, 3]) == expected
+    assert index.backend(1).key_count == 5 - (how == "remove")
+    await store.close()
+
+
+async def test_rows_of_blocks_that_were_being_written_are_read_as_the_release_before_wrote_them(tmp_path: Path) -> None:
+    store, index = opened(tmp_path)
+    run = run_of([1, 2], 9, 5.0)
+    await write(index.backend(1), dict(zip(run.keys, run.records(), strict=True)))
+    assert await rows_on_disk(store) == (2, 0)
+    store, index = await reopened(store, tmp_path)
+    backend = index.backend(1)
+    assert await backend.get_many([1, 2]) == run.records()
+    assert backend.serve([2, 1], partial(serving, 0.0)) is not None
+    assert await rows_on_disk(store) == (2, 0)
+    await store.close()
+
+
+async def test_a_row_counts_where_a_document_holds_its_block_too(tmp_path: Path) -> None:
+    """After a repair, or when an older release, which does not know the document, was here in between."""
+    store, index = opened(tmp_path)
+    run = run_of([1, 2, 3], None, 5.0)
+    assert index.backend(1).begin(run) is not None
+    record = BlockRecord(None, 0, (location("x", LocationStatus.SERVING, 3, 1.0),))
+    row = ADDRESS.pack(BLOCKS, 1, unmixed_key(2)), encode_payload(record)
+    store.log.append([row], blocks=1)
+    for _ in range(2):
+        store, index = await reopened(store, tmp_path)
+        first, _, last = run.records()
+        assert await index.backend(1).get_many([1, 2, 3]) == [first, record, last]
+        assert await rows_on_disk(store) == (3, 0)
+    await store.close()
+
+
+async def test_a_run_that_cannot_be_read_stops_the_start_and_is_found(tmp_path: Path) -> None:
+    store, _ = opened(tmp_path)
+    store.log.append([encode_row(DocumentRow(BEGUN, "1/5", 0.0, b"damaged"))], documents=1)
+    await store.close()
+    with pytest.raises(StorageIOError, match=f"{tmp_path}: document '1/5…' of table 'blocks.begun' cannot be read"):
+        opened(tmp_path)
+    log = CommitLog(tmp_path, Fsync.NEVER, SystemClock())
+    [bad] = audit_rows(log).bad
+    assert (bad.where, bad.holds_data, bad.stops_loading) == ("document '1/5…' of table 'blocks.begun'", True, True)
+    log.close_at_once()
 
 
 async def test_what_lost_is_neither_in_memory_nor_on_disk(tmp_path: Path) -> None:

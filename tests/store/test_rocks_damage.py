@@ -33,6 +33,7 @@ from kvcm.index.codec import encode_payload
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import unmixed
+from kvcm.model.locations import BlockRun, LocationStatus
 from kvcm.store import rocks_check
 from kvcm.store.rocks import DOCUMENTS, CommitLog, Fsync, RocksStore, decode_row, open_database
 from kvcm.store.rocks_check import MARK, DamagedStoreError
@@ -401,13 +402,16 @@ def test_packed_storages_are_verified_after_a_repair(tmp_path: Path) -> None:
         packed = packed._replace(locations=(place._replace(storage="packed", chunk=chunk),))
         backend = load_index(store).backend(1)
         await backend.write_many([store_maker.Change(1, None, packed), store_maker.Change(2, None, plain)])
+        for name, its in (("begun", chunk), ("named", place.chunk)):
+            its_place = place._replace(storage=name, status=LocationStatus.WRITING, chunk=b"")
+            assert backend.begin(BlockRun([len(its)], None, 0, its_place, [its])) is not None
         await store.close()
 
     asyncio.run(filled())
     (tmp_path / "m" / "CURRENT").unlink()
     repair_database(tmp_path / "m", BlockSalvage(), 0.0)
     store = RocksStore(tmp_path / "m", "never", SystemClock())
-    assert list(asyncio.run(store.table("unverified").all())) == ["packed"]
+    assert list(asyncio.run(store.table("unverified").all())) == ["begun", "packed"]
     store.log.close_at_once()
 
 

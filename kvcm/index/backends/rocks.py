@@ -10,14 +10,20 @@ suspending, so calls stay as atomic as those of the memory backend; a request aw
     row of its reads  "a" · uid (uint32) · key (int64)     last access in unix seconds (uint32) · reads (uint16)
 
 all big endian. The second row exists for a block that was read, or whose time of storage is no longer in the first.
+
+Nearly all blocks of a run that begins to be written serve together, and are rows then. Until then the run is one
+document of the table `BEGUN`, named by uid and first key.
+
+Invariant: no block of such a run has a row. The change that is the first one of any of them gives rows to all, and
+removes the document, in one step.
 """
 
 from __future__ import annotations
 
 import gc
 import secrets
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby, islice, pairwise
@@ -25,7 +31,7 @@ from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from struct import error as struct_error
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,14 +47,23 @@ from kvcm.index.backends.backend import (
     stored_at,
 )
 from kvcm.index.backends.memory import MemoryBackend, StoredBlocks
-from kvcm.index.codec import StoredColumns, decode_columns, decode_payload, encode_payload, encode_payloads
+from kvcm.index.codec import (
+    StoredColumns,
+    decode_begun,
+    decode_columns,
+    decode_payload,
+    encode_begun,
+    encode_payload,
+    encode_payloads,
+)
 from kvcm.model.clock import Clock
 from kvcm.model.errors import StorageIOError
 from kvcm.model.instances import Placement
-from kvcm.model.keys import mixed_array, mixed_key, unmixed_array
+from kvcm.model.keys import mixed_array, mixed_key, unmixed_array, unmixed_key
 from kvcm.model.locations import BlockRecord, BlockRun, Location, StorageKey
 from kvcm.store.load_progress import LoadProgress
 from kvcm.store.rocks import (
+    BEGUN,
     DOCUMENTS,
     REGISTRY,
     CommitLog,
@@ -113,6 +128,7 @@ class RocksBackend(MemoryBackend):
         self._log = log
         self._uid = uid
         self._on_drop = on_drop
+        self._begun: defaultdict[str, list[_BegunRun]] = defaultdict(list)  # by session
 
     @staged("store", "rocks.py:write_many")
     async def write_many(self, changes: Sequence[Change]) -> Written:
@@ -123,16 +139,20 @@ class RocksBackend(MemoryBackend):
             lost = set(written.lost)
             changes = [change for change in changes if change.key not in lost]
         if changes:
-            self._log.append(self._rows(changes, read_before), blocks=self.key_count - blocks, is_urgent=True)
+            rows, keys = self._rows(changes, read_before), [change[0] for change in changes]
+            sessions = _sessions_of(changes) if self._begun else ()
+            self._append(rows, keys, sessions, blocks=self.key_count - blocks, is_urgent=True)
         return written
 
     def begin(self, run: BlockRun) -> Mapping[StorageKey, int] | None:
         self._log.admit()
-        blocks = self.key_count
         used = super().begin(run)
         if used is not None:
-            rows = np.arange(blocks, self.key_count)
-            self._log.append(self._run_rows(rows, run.keys, run.location, run.chunks), blocks=len(rows))
+            with timed("meta_searcher.index_serialize_time_us"):
+                address, document = _begun_row(self._uid, run)
+            measure("meta_indexer.io_data_size", len(document))
+            self._begun[run.location.session_id].append(_BegunRun(address, run.keys))
+            self._log.append([(address, document)], documents=1)
         return used
 
     def serve(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
@@ -142,7 +162,13 @@ class RocksBackend(MemoryBackend):
             return None
         places = np.array(found, np.int64)
         times, reads = self._blocks.access_columns(places)  # before they serve, which sets both back
-        served = self._serve(found, keys, ending)
+        sessions: set[str] = set()
+
+        def noted(run: UniformRun) -> UniformRun | None:
+            sessions.add(run.location.session_id)
+            return ending(run)
+
+        served = self._serve(found, keys, noted)
         if served is None:
             return None
         rows: list[RowChange] = []
@@ -154,8 +180,61 @@ class RocksBackend(MemoryBackend):
             is_read = (times[at:end] != int(location.written_at)) | (reads[at:end] > 0)
             read_before += [run_keys[place] for place in np.flatnonzero(is_read).tolist()]  # or they may have been
             at = end
-        self._log.append(rows + self._access_rows(read_before) if read_before else rows)
+        self._append(rows + self._access_rows(read_before) if read_before else rows, keys, sessions)
         return served
+
+    def _append(
+        self,
+        rows: list[RowChange],
+        keys: Sequence[int],
+        sessions: Iterable[str],
+        *,
+        blocks: int = 0,
+        is_urgent: bool = False,
+    ) -> None:
+        """Append the rows of blocks that changed. A run of these sessions with one of them is a document no longer: its
+        other blocks get rows, too."""
+        documents = 0
+        for session_id in self._begun.keys() & sessions:
+            changed, begun = set(keys), self._begun.pop(session_id)
+            for run in begun:
+                if changed.isdisjoint(run.keys):
+                    self._begun[session_id].append(run)
+                    continue
+                if not changed.issuperset(run.keys):
+                    rows += self._rows_as_begun([key for key in run.keys if key not in changed])
+                rows.append((run.address, None))
+                blocks += len(run.keys)
+                documents -= 1
+        self._log.append(rows, blocks=blocks, documents=documents, is_urgent=is_urgent)
+
+    def _rows_as_begun(self, keys: Sequence[int]) -> list[RowChange]:
+        """Return the rows of blocks of a run that are as they were begun."""
+        places = self._blocks.rows_of(keys)
+        assert places is not None
+        locations = [self._blocks.locations(place)[0] for place in places]
+        chunks = [location.chunk for location in locations]
+        return self._run_rows(np.array(places, np.int64), keys, locations[0]._replace(chunk=b""), chunks)
+
+    def load_begun(self, address: bytes, run: BlockRun) -> Callable[[], None] | None:
+        """Add blocks that a document holds.
+
+        Returns:
+            What gives them rows; None where they need none, since none of the run has one. Some have only after a
+            repair, or where an older release was here in between.
+        """
+        known = set(self.present(run.keys))
+        for is_known, group in groupby(range(len(run.keys)), lambda place: run.keys[place] in known):
+            places = list(group)
+            if not is_known:
+                super().begin(run.cut(places[0], places[-1] + 1))
+        fresh = [key for key in run.keys if key not in known]
+        if not known:
+            self._begun[run.location.session_id].append(_BegunRun(address, run.keys))
+            return None
+        return lambda: self._log.append(
+            [*(self._rows_as_begun(fresh) if fresh else ()), (address, None)], blocks=len(fresh), documents=-1
+        )
 
     def _run_rows(
         self, rows: NDArray[np.int64], keys: Sequence[int], location: Location, chunks: Sequence[bytes]
@@ -189,10 +268,18 @@ class RocksBackend(MemoryBackend):
 
     async def drop(self) -> None:
         self._log.admit()
-        blocks = self.key_count
+        begun = [run for runs in self._begun.values() for run in runs]
+        blocks = self.key_count - sum(len(run.keys) for run in begun)
         await super().drop()
+        self._begun.clear()
         uid = self._uid.to_bytes(4)
-        self._log.append((), prefixes=(BLOCKS + uid, READS + uid), blocks=-blocks, is_urgent=True)
+        self._log.append(
+            [(run.address, None) for run in begun],
+            prefixes=(BLOCKS + uid, READS + uid),
+            blocks=-blocks,
+            documents=-len(begun),
+            is_urgent=True,
+        )
         self._on_drop(self._uid)
 
     def _read_before(self, changes: Sequence[Change]) -> set[int]:
@@ -226,6 +313,24 @@ class RocksBackend(MemoryBackend):
     def _access_rows(self, keys: Sequence[int]) -> list[RowChange]:
         accesses = zip(self._addresses(READS, keys), self._blocks.accesses(keys), strict=True)
         return [(address, _ACCESS.pack(*access)) for address, access in accesses if access is not None]
+
+
+class _BegunRun(NamedTuple):
+    """A run that is a document: the key of its row, and its blocks."""
+
+    address: bytes
+    keys: Sequence[int]
+
+
+def _begun_row(uid: int, run: BlockRun) -> Row:
+    name = f"{uid}/{unmixed_key(run.keys[0])}"
+    return encode_row(DocumentRow(BEGUN, name, 0.0, encode_begun(uid, run)))
+
+
+def _sessions_of(changes: Sequence[Change]) -> set[str]:
+    """Return the sessions that were writing blocks, or left them."""
+    olds = (old for _, old, _, _ in changes if old is not None)
+    return {location.session_id for old in olds for location in old.locations}
 
 
 def _has_reads(access: Access | None, record: BlockRecord) -> bool:
@@ -269,10 +374,27 @@ def load_index(store: RocksStore, on_progress: LoadProgress = lambda _done, _est
     with _undisturbed():
         for uid, batches in groupby(_stored_blocks(store, on_progress), key=itemgetter(0)):
             index.backend(uid).load(blocks for _, blocks in batches)
+        store.log.count_blocks(sum(index.backend(uid).key_count for uid in index.uids()))
+        unfinished = [end for row in store.begun if (end := _load_begun(store, index, row)) is not None]
         for batch in _batches(store.log.read(READS)):
             _load_accesses(store, index, batch)
-    store.log.count_blocks(sum(index.backend(uid).key_count for uid in index.uids()))
+    for end in unfinished:
+        end()
     return index
+
+
+def _load_begun(store: RocksStore, index: RocksIndex, row: DocumentRow) -> Callable[[], None] | None:
+    """Load a run that is a document; return what `RocksBackend.load_begun` does."""
+    address, _ = encode_row(row)
+    try:
+        uid, run = decode_begun(row.document)
+    except StorageIOError as error:
+        title = row_title((address, b""))
+        raise StorageIOError(
+            f"{store.log.directory}: {title} cannot be read: {error}; "
+            "run `kvcm index verify --repair --drop-unreadable`"
+        ) from error
+    return index.backend(uid).load_begun(address, run)
 
 
 def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
@@ -377,9 +499,12 @@ class BlockSalvage(Salvage):
 
     def see(self, key: bytes, value: bytes) -> bytes:
         """Note the storages of packed locations; what cannot be read is left to `kvcm index verify`."""
-        if key[:1] == BLOCKS and _SLOT in value:
+        if _SLOT in value:
             with suppress(StorageIOError):
-                self._packed |= {place.storage for place in decode_payload(value).locations if _SLOT in place.chunk}
+                if key[:1] == BLOCKS:
+                    self._packed |= {place.storage for place in decode_payload(value).locations if _SLOT in place.chunk}
+                elif key.startswith(row_prefix(BEGUN)):
+                    self._packed.add(decode_begun(decode_row(key, value).document)[1].location.storage)
         return value
 
     def more(self) -> Iterator[Row]:
@@ -490,7 +615,10 @@ def _audit_documents(log: CommitLog, found: RowsFound) -> None:
         if len(found.bad) >= _MOST_BAD:
             return
         try:
-            decode_row(key, value)
+            row = decode_row(key, value)
+            if row.table == BEGUN:
+                uid, run = decode_begun(row.document)
+                found.records[uid] += len(run.keys)
         except StorageIOError as error:
             where = row_title((key, value))
             found.bad.append(BadRow(key, where, str(error), holds_data=True, stops_loading=True))
