@@ -365,6 +365,8 @@ def _once(keys: Sequence[int], missing: Sequence[Specs]) -> list[Specs]:
 
 def _end_of_fresh(missing: Sequence[Specs], records: Sequence[BlockRecord | None], position: int) -> int:
     specs, count = missing[position], len(records)
+    if records.count(None) == count == missing.count(specs):  # nearly always
+        return count
     for end in range(position + 1, count):
         if records[end] is not None or missing[end] is not specs:
             return end

@@ -16,7 +16,10 @@ Invariants:
   compare-and-set that checks for another one (`_add_locations`).
 * 3: a session ends exactly once. Of a finish, an expiry and another finish exactly one replaces the open document by a
   decision (`_decide`). Every manager that finds a decision carries it out; doing so twice changes nothing, and a
-  removed block is never revived (`apply_decision`). So a decided finish is never lost.
+  removed block is never revived (`apply_decision`). So a decided finish is never lost. On a store of this manager
+  alone, a few blocks that all succeeded follow, and the outcome is stored, before any other call runs: then there is no
+  decision in between (`_ends_in_one_step`). Of a crash in the middle the blocks that serve stay, and the session is
+  open: a repeated finish has the same answer.
 * The session is stored before its blocks (design.md decision 3): its end rolls back all of them. A block that came too
   late carries session and deadline itself, and is repaired from its record alone (`expire_writers`).
 * Addresses come before both, all or none: a storage that rejects them leaves nothing to undo, and the write is planned
@@ -346,10 +349,14 @@ class WriteSession:
         """Return the session as its deadline decides it: nothing succeeded."""
         return replace(self, deadline=_LAPSED, decision=(False,) * len(self.keys))
 
-    def encoded(self) -> bytes:
-        """Return the session's document; its id is the document's name."""
+    def encoded(self, before: bytes = b"") -> bytes:
+        """Return the session's document; its id is the document's name.
+
+        Args:
+            before: a document of the session with the same keys, which are then not encoded again.
+        """
         decision = bytes(self.decision) if self.decision is not None else None
-        keys = encode_keys(self.keys)
+        keys = _session_decoder.decode(before).keys if before else encode_keys(self.keys)
         fields = (_SESSION_FORMAT, self.uid, self.deadline, self.location_id, keys, decision)
         hint = (self.priority, self.keep_until)
         if self.starter:
@@ -583,7 +590,7 @@ async def apply_decision(
     assert session.decision is not None
     ends = _LocationEnds(session, now)
     served = 0
-    most = min(cache.batch_keys, max(1, BATCH_KEYS // max(1, len(session.checksums.names))))
+    most = _page_keys(cache, session)
     # The tail first: an order of eviction that goes by time then finds the tail of a chain before its head.
     # Pages as the start had them: what began together is stored together.
     for begin in reversed(range(0, len(session.keys), most)):
@@ -603,6 +610,11 @@ async def apply_decision(
             await asyncio.sleep(0)
     wanted = sum(session.decision)
     return FinishedWrite(served, len(session.keys) - wanted, wanted - served)
+
+
+def _page_keys(cache: InstanceCache, session: WriteSession) -> int:
+    """Return how many blocks of a session end without a pause."""
+    return min(cache.batch_keys, max(1, BATCH_KEYS // max(1, len(session.checksums.names))))
 
 
 class _LocationEnds:
@@ -892,9 +904,23 @@ class SessionStore:
                 _check_same(session.decision, decision)
                 return await self._apply(cache, session, document)
             decided = await self._decided(cache, session, decision, retention, reported)
+            if self._ends_in_one_step(cache, decided):
+                if await self._table.get(session_id) != document:
+                    continue
+                started_at = self._started_at.get(session_id)
+                finished = await self._apply(cache, decided, document)
+                self._note_end(WriteEnd.COMMITTED, started_at)
+                return finished
             if (stored := await self._decide(document, decided, _end_of(decision))) is not None:
                 return await self._apply(cache, decided, stored)
         raise NotReadyError("the write session keeps changing: finish it again")
+
+    def _ends_in_one_step(self, cache: InstanceCache, decided: WriteSession) -> bool:
+        """Return whether nothing suspends until all blocks of a session serve and its outcome is stored: then no other
+        call can find the decision, and it is not stored."""
+        assert decided.decision is not None
+        is_alone = self._shared is None and not cache.index.awaits
+        return is_alone and len(decided.keys) <= _page_keys(cache, decided) and all(decided.decision)
 
     async def _decided(
         self,
@@ -1101,14 +1127,16 @@ class SessionStore:
     async def _decide(self, document: bytes, decided: WriteSession, end: WriteEnd) -> bytes | None:
         """Replace the document of an open session by that of the decided one, and return that; None: it had changed."""
         assert decided.decision is not None
-        new = decided.encoded()
+        new = decided.encoded(document)
         if not await self._table.replace(decided.id, document, new, self._clock.now() + _RETRY_SECONDS):
             return None
         self._note_decision(decided.id, end)
         return new
 
     def _note_decision(self, session_id: str, end: WriteEnd) -> None:
-        started_at = self._started_at.get(session_id)
+        self._note_end(end, self._started_at.get(session_id))
+
+    def _note_end(self, end: WriteEnd, started_at: float | None) -> None:
         self.observer.on_write_ended(end, self._clock.now() - started_at if started_at is not None else None)
 
     async def _expire_if_due(self, session_id: str) -> bool:
@@ -1834,7 +1862,7 @@ class WriteSessions:
         for (position, keys, *_), _blocks in won:
             flags[position : position + len(keys)] = [False] * len(keys)
         await self._addresses.make([blocks for _, blocks in won])
-        chunks = [chunk for _, blocks in won for chunk in blocks.chunks]
+        chunks = won[0].blocks.chunks if len(won) == 1 else [chunk for _, blocks in won for chunk in blocks.chunks]
         return StartedWrite(session, BlockMask.of(flags), chunks, plan.rejected, plan.rejection)
 
     async def _remove_lost_blocks(self, session: WriteSession, placed: _PlacedPlan, lost: set[int]) -> WriteSession:

@@ -174,6 +174,11 @@ class MetaIndex:
         return self._backend.is_shared
 
     @property
+    def awaits(self) -> bool:
+        """Whether a change suspends: other calls may run meanwhile."""
+        return self._backend.awaits
+
+    @property
     def key_count(self) -> int:
         """Blocks in the index, in any status; of a shared store as last read."""
         return self._backend.key_count
@@ -289,8 +294,7 @@ class MetaIndex:
         if usage is None:
             return False
         _measure_run("put", len(run.keys))
-        self._generation += 1
-        self._answers.forget(run.keys)
+        self._generation += 1  # of blocks without a record, no answer is kept
         note(usage, len(run.keys))
         return True
 

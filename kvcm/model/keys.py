@@ -138,11 +138,14 @@ def unmixed_array(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _array_of(keys: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return a new array. Of a list `np.array` would make it in three times the time: it looks for the type first."""
-    return np.fromiter(keys, np.int64, len(keys)) if isinstance(keys, list) else np.array(keys, np.int64)
+    is_plain = isinstance(keys, list | tuple)
+    return np.fromiter(keys, np.int64, len(keys)) if is_plain else np.array(keys, np.int64)
 
 
 def encode_keys(keys: Sequence[int]) -> bytes:
     """Return what documents hold for mixed keys: 8 bytes each, little endian."""
+    if len(keys) <= _FEW:
+        return b"".join([unmixed_key(key).to_bytes(_KEY_BYTES, "little", signed=True) for key in keys])
     return unmixed_array(keys).tobytes()
 
 

@@ -412,9 +412,10 @@ class LiveOrder:
             return
         queue = self._queues.queue_of_priority(priority)
         queue.policy.insert_all(rows, keys)
-        self._put(max(rows), queue.number, 0)  # reserves space for all
+        are_descending = descends(rows)
+        self._put(rows[0] if are_descending else max(rows), queue.number, 0)  # reserves space for all
         queue_of_row, number = self._queue_of_row, queue.number
-        if descends(rows):
+        if are_descending:
             queue_of_row[rows[-1] : rows[0] + 1] = array("H", (number,)) * len(rows)
             return
         for row in rows:

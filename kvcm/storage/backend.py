@@ -7,7 +7,7 @@ import re
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from hashlib import blake2b
 from itertools import groupby
-from operator import add, attrgetter
+from operator import add
 from typing import NamedTuple, Protocol, overload
 
 from kvcm.model.errors import StorageIOError
@@ -287,13 +287,11 @@ def pack(allocation: Allocation, keys_per_object: int) -> Iterator[Packed]:
         keys_per_object: parts per object; 1 and less mean that every part is an object of its own.
     """
     parts, most = Parts.of(allocation.parts), max(1, keys_per_object)
-    instance, location_id, sizes = path_component(allocation.instance_id), allocation.location_id, parts.sizes
-    folders = {name: f"{instance}/{path_component(name)}/" for name in set(parts.spec_names)}
-    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(parts.keys)))
-    for indexes in _lists(parts):
-        for start in range(indexes.start, indexes.stop, most):
-            chunk = range(start, min(start + most, indexes.stop))
-            yield Packed(_object_name(location_id, names[start : chunk.stop]), sizes[start], chunk)
+    for indexes, names in _names_by_list(allocation.instance_id, parts):
+        starts = range(0, len(names), most)
+        for start, name in zip(starts, _object_names(allocation.location_id, names, most), strict=True):
+            begin = indexes.start + start
+            yield Packed(name, parts.sizes[begin], range(begin, min(begin + most, indexes.stop)))
 
 
 def packed_uris(directory: LocationUri, allocation: Allocation, keys_per_object: int) -> list[str]:
@@ -304,11 +302,24 @@ def packed_uris(directory: LocationUri, allocation: Allocation, keys_per_object:
         allocation, keys_per_object: as of `pack`.
     """
     uris: list[str] = []
-    for size_bytes, run in groupby(pack(allocation, keys_per_object), key=attrgetter("size_bytes")):
-        objects = list(run)
-        counts = [len(each.indexes) for each in objects] if keys_per_object > 1 else []
-        uris += directory._replace(size=size_bytes).below([each.name for each in objects], counts)
+    parts, most = Parts.of(allocation.parts), max(1, keys_per_object)
+    for indexes, names in _names_by_list(allocation.instance_id, parts):
+        objects = _object_names(allocation.location_id, names, most)
+        counts = [most] * (len(names) // most) if most > 1 else []
+        if most > 1 and len(names) % most:
+            counts.append(len(names) % most)
+        uris += directory._replace(size=parts.sizes[indexes.start]).below(objects, counts)
     return uris
+
+
+def _names_by_list(instance_id: str, parts: Parts) -> Iterator[tuple[range, list[str]]]:
+    """Yield the parts that are cut into objects together, and the name that each would have in an object of its own,
+    without the end of that."""
+    instance = path_component(instance_id)
+    folders = {name: f"{instance}/{path_component(name)}/" for name in set(parts.spec_names)}
+    names = list(map(add, map(folders.__getitem__, parts.spec_names), keys_hex(parts.keys)))
+    for indexes in _lists(parts) if names else ():
+        yield indexes, names[indexes.start : indexes.stop]
 
 
 def _lists(parts: Parts) -> list[range]:
@@ -320,11 +331,20 @@ def _lists(parts: Parts) -> list[range]:
     return lists
 
 
-def _object_name(location_id: str, names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return f"{names[0]}.{location_id}"
-    digest = blake2b("|".join(names).encode(), digest_size=8).hexdigest()
-    return f"{names[0]}_{len(names)}x{digest}.{location_id}"
+def _object_names(location_id: str, names: Sequence[str], most: int) -> list[str]:
+    """Return the names of the objects that hold so many parts each, the last one maybe fewer."""
+    end = f".{location_id}"
+    if most == 1:
+        return [name + end for name in names]
+    found = []
+    for start in range(0, len(names), most):
+        its = names[start : start + most]
+        if len(its) == 1:
+            found.append(its[0] + end)
+        else:
+            digest = blake2b("|".join(its).encode(), digest_size=8).hexdigest()
+            found.append(f"{its[0]}_{len(its)}x{digest}{end}")
+    return found
 
 
 def object_name(uri: str) -> str:

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import islice, repeat, takewhile
+from itertools import groupby, islice, repeat, takewhile
 from math import inf
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from kvcm.model.clock import Clock
@@ -21,9 +22,10 @@ __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 #
 # Invariants:
 #
-# * A key with a deadline has one entry in the heap at least that bears exactly this deadline.
-# * The heap is at most twice as long as there are deadlines, plus a constant: whatever moved leaves a stale entry
-#   behind, and the heap is rebuilt when those prevail.
+# * A key with a deadline is in one entry of the heap at least that bears exactly this deadline. Keys that got theirs
+#   together share an entry.
+# * The entries have at most twice as many keys as there are deadlines, plus a constant: whatever moved leaves a stale
+#   one behind, and the heap is rebuilt when those prevail.
 
 Key = TypeVar("Key", int, str)
 _SPARE_ENTRIES = 64
@@ -32,12 +34,12 @@ _SPARE_ENTRIES = 64
 class DueQueue(Generic[Key]):
     """Deadlines by key."""
 
-    __slots__ = ("_deadlines", "_heap", "_latest")
+    __slots__ = ("_deadlines", "_heap", "_size")
 
     def __init__(self) -> None:
         self._deadlines: dict[Key, float] = {}
-        self._heap: list[tuple[float, Key]] = []
-        self._latest = -inf  # no deadline in the heap is later
+        self._heap: list[tuple[float, Key, tuple[Key, ...]]] = []  # with the least key of each entry
+        self._size = 0  # keys in the heap
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -52,9 +54,7 @@ class DueQueue(Generic[Key]):
         if self._deadlines.get(key) == deadline:
             return
         self._deadlines[key] = deadline
-        heappush(self._heap, (deadline, key))
-        self._latest = max(self._latest, deadline)
-        self._tidy()
+        self._push(deadline, (key,))
 
     def discard(self, key: Key) -> None:
         """Forget a key's deadline if it has one."""
@@ -63,15 +63,9 @@ class DueQueue(Generic[Key]):
 
     def put_all(self, keys: Sequence[Key], deadline: float) -> None:
         """Set or move the deadlines of many keys."""
-        self._deadlines.update(dict.fromkeys(keys, deadline))
-        entries = [(deadline, key) for key in sorted(keys)]
-        if deadline > self._latest:  # the usual case: behind everything that is there they keep the order of the heap
-            self._heap += entries
-            self._latest = deadline
-        else:
-            for entry in entries:
-                heappush(self._heap, entry)
-        self._tidy()
+        if keys:
+            self._deadlines.update(dict.fromkeys(keys, deadline))
+            self._push(deadline, tuple(keys))
 
     def discard_all(self, keys: Iterable[Key]) -> None:
         """Forget the deadlines of keys that have one."""
@@ -80,27 +74,37 @@ class DueQueue(Generic[Key]):
 
     def until(self, now: float, most: int) -> list[Key]:
         """Return the keys whose deadline is not after `now`, the earliest first, at most so many. They stay."""
-        found: dict[Key, float] = {}
+        found: list[tuple[float, Key]] = []
         heap = self._heap
-        while heap and heap[0][0] <= now and len(found) < most:
-            deadline, key = heappop(heap)
-            if self._deadlines.get(key) == deadline:
-                found[key] = deadline
-        for key, deadline in found.items():
-            heappush(heap, (deadline, key))
-        return list(found)
+        while heap and heap[0][0] <= now and most > 0:
+            if len(found) >= most:  # later entries may have keys before the last ones, of the same deadline
+                found = sorted(set(found))
+                if len(found) >= most and heap[0][:2] > found[most - 1]:
+                    break
+            deadline, _, keys = heappop(heap)
+            self._size -= len(keys)
+            found += [(deadline, key) for key in keys if self._deadlines.get(key) == deadline]
+        found = sorted(set(found))
+        for deadline, same in groupby(found, itemgetter(0)):
+            self._push(deadline, tuple([key for _, key in same]))
+        return [key for _, key in found[:most]]
 
     def clear(self) -> None:
         """Forget all."""
         self._deadlines.clear()
         self._heap.clear()
-        self._latest = -inf
+        self._size = 0
+
+    def _push(self, deadline: float, keys: tuple[Key, ...]) -> None:
+        heappush(self._heap, (deadline, min(keys), keys))
+        self._size += len(keys)
+        self._tidy()
 
     def _tidy(self) -> None:
-        if len(self._heap) > 2 * len(self._deadlines) + _SPARE_ENTRIES:
-            self._heap = [(deadline, key) for key, deadline in self._deadlines.items()]
+        if self._size > 2 * len(self._deadlines) + _SPARE_ENTRIES:
+            self._heap = [(deadline, key, (key,)) for key, deadline in self._deadlines.items()]
             heapify(self._heap)
-            self._latest = max(self._deadlines.values(), default=-inf)
+            self._size = len(self._heap)
 
 
 # Outcomes of documents in memory (`Table.finish`), for stores of one manager.

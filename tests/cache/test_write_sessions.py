@@ -310,6 +310,34 @@ async def test_a_decision_that_was_carried_out_by_someone_else_is_repeated(rig: 
     assert answer == FinishedWrite(served=0, dropped=3, vanished=0)
 
 
+@pytest.mark.parametrize("is_repeated", [True, False])
+async def test_a_finish_that_is_cut_off_behind_its_blocks_ends_as_it_began(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_repeated: bool
+) -> None:
+    """Nothing is stored between the open session and its outcome; what a kill in between leaves is the same."""
+    session = (await rig.start([1, 2, 3])).session
+    sessions = rig.tables.table("sessions", 16)
+
+    async def fail(*_arguments: object) -> bool:
+        raise StorageIOError("the disk failed")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(sessions, "finish", fail)
+        with pytest.raises(StorageIOError):
+            await rig.manager.finish_write(rig.manager.cache("i"), session.id, ALL_THREE)
+    assert await sessions.get(session.id) == session.encoded()
+    assert await rig.statuses([1, 2, 3]) == [["SERVING"]] * 3
+    if is_repeated:
+        for _ in range(2):
+            finished = await rig.manager.finish_write(rig.manager.cache("i"), session.id, ALL_THREE)
+            assert finished == FinishedWrite(served=3, dropped=0, vanished=0)
+    else:
+        rig.wait(3600)
+        await rig.manager.expire()
+    assert await sessions.all() == {}
+    assert await rig.statuses([1, 2, 3]) == [["SERVING"]] * 3
+
+
 async def test_of_two_managers_that_carry_out_one_decision_the_first_reports_for_both() -> None:
     """Blocks may be removed between the two: what they found differs."""
     table, clock = MemoryTable(), FakeClock()

@@ -223,7 +223,8 @@ class SlotLinks:
 def descends(slots: Sequence[int]) -> bool:
     """Return whether each slot is the one below the slot before it: nearly always those of one write, whose tail comes
     first."""
-    return list(slots) == list(range(slots[0], slots[0] - len(slots), -1))
+    descending = range(slots[0], slots[0] - len(slots), -1)
+    return slots == descending if type(slots) is range else list(slots) == list(descending)
 
 
 class SlotQueue:
@@ -279,7 +280,7 @@ class SlotQueue:
         first, last = slots[0], slots[-1]
         self._links.reserve(first)
         older, newer = self._older, self._newer
-        own = array("i", range(last, first + 1))
+        own = array("i", np.arange(last, first + 1, dtype=np.int32).tobytes())
         assert newer[last : first + 1] == own
         newer[last + 1 : first + 1] = own[:-1]
         older[last:first] = own[1:]
