@@ -62,6 +62,7 @@ __all__ = [
     "CommitLog",
     "DocumentRow",
     "Fsync",
+    "PutRows",
     "RocksStore",
     "RocksTable",
     "Row",
@@ -296,6 +297,8 @@ def database_options() -> Options:
 
 RowChange = tuple[bytes, bytes | None]
 """Key of a row and its new value, None to delete it."""
+PutRows = tuple[Sequence[bytes], Sequence[bytes]]
+"""Keys and values of rows to put: without an object for each of many rows."""
 _OnFailure = Callable[[str], None]
 """Receives, on the writing thread, the reason why a round failed: the process has to end."""
 _SYNC_SECONDS: Final = 1.0
@@ -316,11 +319,16 @@ class Fsync(StrEnum):
 
 class _Batch(NamedTuple):
     prefixes: Sequence[bytes]
+    puts: Sequence[PutRows]
     rows: Sequence[RowChange]
     size_bytes: int
     blocks: int  # that there are with it, UNKNOWN where they were not counted
     documents: int
     is_copied: bool
+
+    @property
+    def row_count(self) -> int:
+        return len(self.rows) + sum([len(keys) for keys, _ in self.puts])
 
 
 class _Waiter(NamedTuple):
@@ -485,6 +493,7 @@ class CommitLog:
         rows: Sequence[RowChange],
         prefixes: Sequence[bytes] = (),
         *,
+        puts: Sequence[PutRows] = (),
         blocks: int = 0,
         documents: int = 0,
         is_copied: bool = False,
@@ -495,6 +504,7 @@ class CommitLog:
         Args:
             rows: rows to put and to delete.
             prefixes: all rows whose key begins with one of these are deleted first.
+            puts: further rows to put, before the others.
             blocks: how many more blocks there are with it.
             documents: how many more documents there are with it.
             is_copied: whether the rows are among those that `begin_copy` copied.
@@ -503,12 +513,15 @@ class CommitLog:
         Raises:
             StorageIOError: the log failed or is closed.
         """
-        size_bytes = sum([len(key) + (len(value) if value is not None else 0) for key, value in rows])  # a hot loop
+        size_bytes = sum([len(key) + (len(value) if value is not None else 0) for key, value in rows])
+        size_bytes += sum([sum(map(len, keys)) + sum(map(len, values)) for keys, values in puts])
         with self._changed:
             self._check()
             self._blocks += blocks if self._blocks != UNKNOWN else 0
             self._documents += documents if self._documents != UNKNOWN else 0
-            self._queue.append(_Batch(prefixes, rows, size_bytes, self._blocks, self._documents, is_copied=is_copied))
+            self._queue.append(
+                _Batch(prefixes, puts, rows, size_bytes, self._blocks, self._documents, is_copied=is_copied)
+            )
             self._queued_bytes += size_bytes
             self._appended += 1
             self._is_urgent |= is_urgent
@@ -717,7 +730,7 @@ class CommitLog:
             rows = 0
             while self._queue and rows < _ROUND_ROWS:
                 batches.append(self._queue.popleft())
-                rows += len(batches[-1].rows)
+                rows += batches[-1].row_count
             self._is_urgent &= bool(self._queue)
             return batches
 
@@ -725,7 +738,7 @@ class CommitLog:
         options = WriteOptions()
         options.no_slowdown = True
         last = batches[-1]
-        changes = 1 + sum(len(each.rows) + len(each.prefixes) for each in batches)
+        changes = 1 + sum(each.row_count + len(each.prefixes) for each in batches)
         begin = time.perf_counter()
         while True:
             sequence = self._sequence + changes
@@ -829,9 +842,11 @@ def _joined(batches: Sequence[_Batch], state: StoredState) -> WriteBatch:
     joined = WriteBatch(raw_mode=True)
     put, delete = joined.put, joined.delete
     put(STATE_KEY, state.encoded())  # first, where a reader of the log finds it
-    for prefixes, rows, *_ in batches:
+    for prefixes, puts, rows, *_ in batches:
         for prefix in prefixes:
             joined.delete_range(prefix, _prefix_end(prefix))
+        for keys, values in puts:
+            deque(map(put, keys, values), maxlen=0)  # a loop in C
         for key, value in rows:
             if value is None:
                 delete(key)

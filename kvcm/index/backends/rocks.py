@@ -69,6 +69,7 @@ from kvcm.store.rocks import (
     CommitLog,
     DocumentRow,
     Fsync,
+    PutRows,
     RocksStore,
     Row,
     RowChange,
@@ -171,16 +172,16 @@ class RocksBackend(MemoryBackend):
         served = self._serve(found, keys, noted)
         if served is None:
             return None
-        rows: list[RowChange] = []
+        puts: list[PutRows] = []
         read_before: list[int] = []
         at = 0
         for run_keys, location, chunks in served:
             end = at + len(run_keys)
-            rows += self._run_rows(places[at:end], run_keys, location, chunks)
+            puts.append(self._run_rows(places[at:end], run_keys, location, chunks))
             is_read = (times[at:end] != int(location.written_at)) | (reads[at:end] > 0)
             read_before += [run_keys[place] for place in np.flatnonzero(is_read).tolist()]  # or they may have been
             at = end
-        self._append(rows + self._access_rows(read_before) if read_before else rows, keys, sessions)
+        self._append(self._access_rows(read_before) if read_before else [], keys, sessions, puts=puts)
         return served
 
     def _append(
@@ -189,6 +190,7 @@ class RocksBackend(MemoryBackend):
         keys: Sequence[int],
         sessions: Iterable[str],
         *,
+        puts: Sequence[PutRows] = (),
         blocks: int = 0,
         is_urgent: bool = False,
     ) -> None:
@@ -206,7 +208,7 @@ class RocksBackend(MemoryBackend):
                 rows.append((run.address, None))
                 blocks += len(run.keys)
                 documents -= 1
-        self._log.append(rows, blocks=blocks, documents=documents, is_urgent=is_urgent)
+        self._log.append(rows, puts=puts, blocks=blocks, documents=documents, is_urgent=is_urgent)
 
     def _rows_as_begun(self, keys: Sequence[int]) -> list[RowChange]:
         """Return the rows of blocks of a run that are as they were begun."""
@@ -214,7 +216,8 @@ class RocksBackend(MemoryBackend):
         assert places is not None
         locations = [self._blocks.locations(place)[0] for place in places]
         chunks = [location.chunk for location in locations]
-        return self._run_rows(np.array(places, np.int64), keys, locations[0]._replace(chunk=b""), chunks)
+        put = self._run_rows(np.array(places, np.int64), keys, locations[0]._replace(chunk=b""), chunks)
+        return list(zip(*put, strict=True))
 
     def load_begun(self, address: bytes, run: BlockRun) -> Callable[[], None] | None:
         """Add blocks that a document holds.
@@ -238,12 +241,12 @@ class RocksBackend(MemoryBackend):
 
     def _run_rows(
         self, rows: NDArray[np.int64], keys: Sequence[int], location: Location, chunks: Sequence[bytes]
-    ) -> list[RowChange]:
+    ) -> PutRows:
         with timed("meta_searcher.index_serialize_time_us"):
             payloads = encode_payloads(location, *self._blocks.chain_columns(rows), chunks)
         if current_measures() is not None:
             measure("meta_indexer.io_data_size", sum(map(len, payloads)))
-        return list(zip(self._addresses(BLOCKS, keys), payloads, strict=True))
+        return self._addresses(BLOCKS, keys), payloads
 
     def _addresses(self, kind: bytes, keys: Sequence[int]) -> Sequence[bytes]:
         found = np.empty(len(keys), _ADDRESSES)
