@@ -57,6 +57,7 @@ from kvcm.registry.store_guard import StoreGuard
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
+from kvcm.service.group_store_api import GroupStoreView
 from kvcm.service.metrics import Counts, EvictionMetrics
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
@@ -148,10 +149,15 @@ class Metadata:
         """Tags of instances in each further store."""
         return {name: each.tags for name, each in self.block_stores.items()}
 
-    async def check_block_stores(self) -> None:
-        """Find out which further stores can be used; the others are closed, and tried again by the next call."""
+    async def check_block_stores(self, deployment: str = "") -> None:
+        """Find out which further stores can be used; the others are closed, and tried again by the next call.
+
+        Args:
+            deployment: that they have to be of; that of the opened journal where it is not given.
+        """
         assert self.journal is not None
-        await asyncio.gather(*(each.check(self.journal.deployment) for each in self.block_stores.values()))
+        deployment = deployment or self.journal.deployment
+        await asyncio.gather(*(each.check(deployment) for each in self.block_stores.values()))
 
     @property
     def registry_table(self) -> Table:
@@ -181,14 +187,24 @@ class Metadata:
         )
         if self.client is None or self.guard is None or self.eviction is None:
             return known
-        stores = self.block_stores.values()
+        own = self.health_of_stores()[""]
         return replace(
             known,
-            closed="; ".join(filter(None, (self.client.gate.closed, *(each.trouble for each in stores)))),
-            evicts="; ".join(filter(None, (self.eviction.trouble, *(each.eviction.trouble for each in stores)))),
+            closed=own.closed,
+            evicts=own.evicts,
             restorations=self.guard.restored,
             new_servers=self.guard.new_servers,
         )
+
+    def health_of_stores(self) -> Mapping[str, StoreHealth]:
+        """Return whether each store is used, and whether its servers drop keys, by name."""
+        own = StoreHealth()
+        if self.client is not None and self.eviction is not None:
+            own = StoreHealth(closed=self.client.gate.closed, evicts=self.eviction.trouble)
+        others = self.block_stores.items()
+        return {"": own} | {
+            name: StoreHealth(closed=each.trouble, evicts=each.eviction.trouble) for name, each in others
+        }
 
     @property
     def times(self) -> Mapping[str, Histogram]:
@@ -687,6 +703,9 @@ class _ComponentFactory:
         open_runs = self.metadata.open_runs
         return StoreMoves(self.registry, open_runs, self.clock, turns.pause) if open_runs is not None else None
 
+    def group_stores(self, moves: StoreMoves | None) -> GroupStoreView:
+        return GroupStoreView(self.registry, self.metadata.health_of_stores, moves, self.leadership, self.clock)
+
     def leaks(self, cache: CacheManager, scrubber: StorageScrubber) -> PoolLeaks:
         return PoolLeaks(
             self.storages.pools, lambda name: sum(cache.usage.bytes_on_storage(name).values()), scrubber, self.clock
@@ -740,6 +759,7 @@ class Components:
             memory.
         scrubber: finds orphans: bytes without metadata.
         moves: moves blocks between metadata stores, None with one store.
+        group_stores: metadata stores of groups, and moves.
         drains: empties storages, and forgets the blocks of removed ones.
         purges: forgets the blocks of memory pools that are gone.
         leaks: frees orphans in memory pools.
@@ -768,6 +788,7 @@ class Components:
     notes: FinishNotes | None
     scrubber: StorageScrubber
     moves: StoreMoves | None
+    group_stores: GroupStoreView
     drains: StorageDrains
     purges: PoolPurges
     leaks: PoolLeaks
@@ -803,8 +824,7 @@ class Components:
         cache = factory.cache(budget, events, pressure, disk := factory.disk())
         deletions = factory.deletions(cache, events, turns)
         on_evicted = partial(_record_eviction, changes, counts.evictions, deletions.wake)
-        margins = factory.margins(disk)
-        reclaimer = factory.reclaimer(cache, on_evicted, turns, margins)
+        reclaimer = factory.reclaimer(cache, on_evicted, turns, margins := factory.margins(disk))
         pressure.connect(wakes := factory.wakes(reclaimer))
         sharing = Sharing.of(metadata, registry, cache, wakes, clock)
         if sharing is not None:
@@ -828,7 +848,8 @@ class Components:
             times=factory.times(),
             notes=factory.notes(cache),
             scrubber=scrubber,
-            moves=factory.moves(turns),
+            moves=(moves := factory.moves(turns)),
+            group_stores=factory.group_stores(moves),
             drains=drains,
             purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
             leaks=factory.leaks(cache, scrubber),

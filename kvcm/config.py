@@ -17,6 +17,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvcm.model.instances import REGISTRY_STORE
 from kvcm.model.mooncake import HostRule
 
 __all__ = ["DEBUG_PORT_OFFSET", "BlockStoreUri", "ConfigError", "Settings", "is_exposed", "load_settings"]
@@ -167,10 +168,11 @@ def _block_stores(value: str) -> tuple[BlockStoreUri, ...]:
     stores = tuple(BlockStoreUri(*part.partition("=")[::2]) for part in value.split())
     names = [each.name for each in stores]
     for name, uri in stores:
-        if not _STORE_NAME.fullmatch(name) or not uri.startswith(_SHARED) or names.count(name) > 1:
+        is_named = _STORE_NAME.fullmatch(name) and name != REGISTRY_STORE and names.count(name) == 1
+        if not is_named or not uri.startswith(_SHARED):
             raise ValueError(
-                "name=uri pairs separated by spaces, each name once and of 1 to 64 letters, digits, '.', '_' or '-', "
-                f"each uri with one of {', '.join(_REDIS)}"
+                "name=uri pairs separated by spaces, each name once and of 1 to 64 letters, digits, '.', '_' or '-' "
+                f"(not {REGISTRY_STORE}, which is the store of the registry), each uri with one of {', '.join(_REDIS)}"
             )
     return stores
 

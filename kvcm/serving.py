@@ -44,6 +44,7 @@ from kvcm.service.call_schema import OPENAPI_PATH, CallsPage
 from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallObserver, CallRecorder
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.debug_api import DebugApi, Faults
+from kvcm.service.group_store_api import GroupStoreApi
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
 from kvcm.service.http_connections import ConnectionLimits
 from kvcm.service.http_server import HttpApp, HttpServer, LazyResources, LineStream, PageRoute, Resources
@@ -318,7 +319,7 @@ class ManagerApi:
         assignment = Assignment(components.leadership.node_id, components.registry.instances.by_id)
         data = _data_calls(components, limits, recent, assignment)
         admin = [
-            *_admin_calls(components, limits, metrics, assignment),
+            *_admin_calls(components, limits, metrics, assignment, board := _board(components, place)),
             *ConfigApi(reloader.reload).calls(),
             *_insight(components, limits, needed).calls(),
             *AccessApi(components.registry, is_required=settings.is_auth_required).calls(),
@@ -326,7 +327,8 @@ class ManagerApi:
         debug, data = _debug_calls(settings, data)
         for call in (*data, *admin):
             recorder.declare(call)
-        watch = _vitals(components, place, data, recorder, None if components.serves_only_as_leader else assignment)
+        announced = None if components.serves_only_as_leader else assignment
+        watch = _vitals(components, place, board, calls=data, recorder=recorder, assignment=announced)
         components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
         readings = AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed)
         metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
@@ -401,9 +403,18 @@ def _estimates(components: Components, needed: BytesNeeded) -> Callable[[], Iter
     return lambda: needed_readings(needed, counts.groups, [group.name for group in components.registry.groups.all()])
 
 
+def _board(components: Components, place: ManagerAddress) -> VitalsTable:
+    store = components.metadata.store
+    return VitalsTable(
+        place.clock, (store if store.is_shared else MemoryStore()).table("vitals")
+    )  # else only this one's
+
+
 def _vitals(
     components: Components,
     place: ManagerAddress,
+    board: VitalsTable,
+    *,
     calls: list[Call],
     recorder: CallRecorder,
     assignment: Assignment | None,
@@ -420,12 +431,9 @@ def _vitals(
         groups=groups,
         stats=components.reclaimer.stats,
         leadership=leadership,
+        block_stores=sorted(components.metadata.block_stores),
     )
-    store = (
-        components.metadata.store if components.metadata.store.is_shared else MemoryStore()
-    )  # no other manager reads it
-    table = VitalsTable(place.clock, store.table("vitals"))
-    return VitalsWatch(reader, table, leadership, groups, clock=place.clock, assignment=assignment)
+    return VitalsWatch(reader, board, leadership, groups, clock=place.clock, assignment=assignment)
 
 
 def _resources(calls: list[Call], caller: Caller, recent: RecentAccesses, watch: VitalsWatch) -> Resources:
@@ -510,7 +518,7 @@ def _data_calls(
 
 
 def _admin_calls(
-    components: Components, limits: RequestLimits, metrics: ApiMetrics, assignment: Assignment
+    components: Components, limits: RequestLimits, metrics: ApiMetrics, assignment: Assignment, board: VitalsTable
 ) -> list[Call]:
     series = CapacitySeries(
         components.view,
@@ -535,7 +543,8 @@ def _admin_calls(
     drains = DrainView(components.drains, components.storages, components.deletions, components.leadership)
     storages = StorageApi(components.drains, drains)
     capacity = CapacityApi(components.view, components.registry.quotas, components.garbage, components.scrubber)
-    return [*admin.calls(), *capacity.calls(), *storages.calls()]
+    group_stores = GroupStoreApi(components.registry, components.group_stores, board)
+    return [*admin.calls(), *group_stores.calls(), *capacity.calls(), *storages.calls()]
 
 
 def _state(components: Components) -> ManagerState:

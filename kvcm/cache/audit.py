@@ -35,7 +35,7 @@ from kvcm.index.locking import shards_of
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
-from kvcm.model.instances import Placement, Registration, Removal
+from kvcm.model.instances import REGISTRY_STORE, GroupStore, Placement, Registration, Removal, StoreMove
 from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, Location, LocationStatus, decode_chunk
 from kvcm.model.principals import Account
@@ -456,6 +456,8 @@ _KINDS: Final[dict[str, type[Any]]] = {
     "account/": Account,
     "quota/": GlobalQuota,
     "seats/": ReservedInstances,
+    "groupstore/": GroupStore,
+    "move/": StoreMove,
 }
 _UNREADABLE = "with --drop-unreadable removes the document"
 
@@ -612,7 +614,7 @@ class AuditedStore(NamedTuple):
         registry: loaded from it.
         caches: the indexes, for repairs.
         audited: from a placement to the records with all that is derived from them.
-        blocks: everything that is stored of blocks.
+        blocks: everything that is stored of blocks, by name of the store; "" for the one that has the registry.
         ledger: the counters that managers share, None where there is one manager.
     """
 
@@ -620,7 +622,7 @@ class AuditedStore(NamedTuple):
     registry: Registry
     caches: OpenCaches
     audited: Callable[[Placement], AuditedIndex]
-    blocks: StoredBlocks
+    blocks: Mapping[str, StoredBlocks]
     ledger: SharedLedger | None = None
 
 
@@ -709,30 +711,55 @@ class IndexAuditor:
             await documents.confirm()
 
     async def _check_unregistered(self) -> None:
-        stored = await self._store.blocks.uids()
-        if stored.keys() <= self._confirm():
+        suspects = {name: (await blocks.uids()).keys() - self._confirm(name) for name, blocks in self._blocks()}
+        if not any(suspects.values()):
             return
         await self._pause()
         await self._store.registry.refresh()
-        strays = stored.keys() - self._confirm()
-        if self._repair.repair and strays:
-            await self._store.blocks.drop(strays)
-        for uid in sorted(strays):
-            what = f"{stored[uid]} keys of blocks, but no such instance is registered or being removed"
-            repair = "forgets them; their bytes are left to the scrub"
-            self.report.add(Finding("stray", f"registration {uid}", what, repair, self._repair.repair))
+        for name, blocks in self._blocks():
+            suspected = suspects[name] - self._confirm(name)
+            # Counted again: blocks that moved meanwhile have left this store.
+            stored = await blocks.uids() if suspected else Counter[int]()
+            strays = suspected & stored.keys()
+            if self._repair.repair and strays:
+                await blocks.drop(strays)
+            for uid in sorted(strays):
+                self._report_stray(name, uid, stored[uid])
 
-    def _confirm(self) -> set[int]:
+    def _blocks(self) -> Sequence[tuple[str, StoredBlocks]]:
+        return list(self._store.blocks.items())
+
+    def _report_stray(self, store: str, uid: int, count: int) -> None:
+        where = f"registration {uid}" + (f" in store {store!r}" if store else "")
+        what = f"{count} keys of blocks, but no such instance is registered or being removed"
+        repair = "forgets them; their bytes are left to the scrub"
+        if uid in self._confirm():
+            what = f"{count} keys of blocks, but its blocks are kept in store {self._store_of(uid)!r}, and do not move"
+            where, repair = f"registration {uid} in store {store or REGISTRY_STORE!r}", "forgets this copy"
+        self.report.add(Finding("stray", where, what, repair, self._repair.repair))
+
+    def _store_of(self, uid: int) -> str:
+        return next((each.store or REGISTRY_STORE for each in self._placements() if each.uid == uid), "")
+
+    def _placements(self) -> list[Placement]:
         instances = self._store.registry.instances
-        uids = {instances.placement(instance.instance_id).uid for instance in instances.all()}
-        return uids | {removal.placement.uid for removal in instances.removals()}
+        placed = [instances.placement(instance.instance_id) for instance in instances.all()]
+        return [*placed, *(removal.placement for removal in instances.removals())]
+
+    def _confirm(self, store: str | None = None) -> set[int]:
+        """Return the numbers of the instances that are registered or being removed; of those that may have keys in one
+        store, if it is named."""
+        found = {each.uid for each in self._placements() if store in {None, each.store}}
+        moves = self._store.registry.group_stores.moves()
+        return found | {move.uid for move in moves if store in {move.source, move.target}}
 
     # ── blocks ──
 
     async def _check_unlisted(self) -> None:
-        async for uid, shard, keys in self._store.blocks.unlisted():
-            if uid in self._audits:
-                await self._audits[uid].inspect(shard, dict.fromkeys(keys, frozenset()))
+        for name, blocks in self._blocks():
+            async for uid, shard, keys in blocks.unlisted():
+                if uid in self._audits and self._audits[uid].cache.placement.store == name:
+                    await self._audits[uid].inspect(shard, dict.fromkeys(keys, frozenset()))
         for audit in self._audits.values():
             await audit.confirm()
 

@@ -203,7 +203,8 @@ class OpenCaches:
             self._registry.instances.get(instance_id)  # raises
             raise AssertionError(f"instance {instance_id!r} is registered, but not listed")
         cache = self._caches.get(registration.placement.uid)
-        if cache is None or cache.placement is not registration.placement:
+        is_known = cache is not None and cache.placement is registration.placement  # a move changes the placement alone
+        if cache is None or not is_known or cache.instance is not registration.instance:
             return self._reopen(cache, registration)
         return cache
 

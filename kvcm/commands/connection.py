@@ -25,6 +25,7 @@ __all__ = [
     "ADMIN_URL",
     "Connection",
     "account_names",
+    "block_store_names",
     "group_names",
     "instance_ids",
     "key_ids",
@@ -235,8 +236,16 @@ def _keys(client: AdminClient) -> list[str]:
     return [key.key_id for key in answer.keys]
 
 
+def _block_stores(client: AdminClient) -> list[str]:
+    request = group_pb.ListGroupStoreRequest()
+    answer = client.call("ListGroupStore", request, group_pb.ListGroupStoreResponse, _SECONDS)
+    return [store.name for store in answer.stores]
+
+
 account_names = _completing(_accounts)
 """Names of accounts."""
+block_store_names = _completing(_block_stores)
+"""Names of metadata stores."""
 group_names = _completing(_groups)
 """Names of instance groups."""
 instance_ids = _completing(_instances)

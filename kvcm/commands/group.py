@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
 
-from kvcm.commands.connection import Connection, group_names, quota_names, storage_names
+from kvcm.commands.connection import Connection, block_store_names, group_names, quota_names, storage_names
 from kvcm.commands.options import AsJson, DryRun, Yes, confirm, noun, one_of, with_options
 from kvcm.commands.output import (
     changes,
@@ -21,8 +22,9 @@ from kvcm.commands.output import (
     print_json,
     print_remark,
     print_table,
+    progress,
 )
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import InvalidArgumentError, KvcmError
 from kvcm.model.groups import DEFAULT_HYSTERESIS, InstanceGroup
 from kvcm.model.storages import StorageType
 from kvcm.model.units import format_size, parse_duration, parse_size
@@ -31,10 +33,10 @@ from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.service.translate import read
-from kvcm.service.usage_values import UsageReport
+from kvcm.service.usage_values import BlockMoveState, BlockStoreStatus, GroupStoreStatus, UsageReport
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import exit_on_call_errors
-from kvcm.terminal.tables import print_usage
+from kvcm.terminal.tables import print_group_stores, print_usage
 
 __all__ = ["GroupOptions", "group_app", "group_usage", "quota_app"]
 
@@ -233,6 +235,8 @@ def _named_size(option: str, text: str) -> tuple[str, int | None]:
 
 group_app = noun("group", "Instance groups of a running manager: their storages, quotas and eviction.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The group.", autocompletion=group_names)]
+_STORE = "Metadata store for its blocks: a name of kvcm.store.block_stores, or registry."
+_POLL_SECONDS = 0.5
 
 
 @group_app.command("usage")
@@ -289,15 +293,23 @@ def list_groups(connection: Connection, as_json: AsJson = False) -> None:
 def show_group(connection: Connection, name: Name, as_json: AsJson = False) -> None:
     """Show how a group is configured."""
     with exit_on_call_errors():
-        message = _found(connection.admin(), name)
-        group = read(InstanceGroup, message)
+        message = _found(client := connection.admin(), name)
+        group, store = read(InstanceGroup, message), _find_store_of(client, name)
     if as_json:
-        print_json(plain(message))
+        print_json({**plain(message), **({"block_store": store} if store else {})})
     else:
-        print_fields(_fields(group))
+        print_fields(_fields(group, store))
 
 
-def _fields(group: InstanceGroup) -> list[tuple[str, str]]:
+def _find_store_of(client: AdminClient, name: str) -> str:
+    """Return the store of a group's blocks; "" where it is not known: a manager of the release before has one store."""
+    try:
+        return _stores_of(client, name).store
+    except KvcmError:
+        return ""
+
+
+def _fields(group: InstanceGroup, store: str = "") -> list[tuple[str, str]]:
     strategy = group.cache_config.reclaim_strategy
     policy = group.policy_of("")
     high, low = _watermarks(group)
@@ -314,6 +326,7 @@ def _fields(group: InstanceGroup) -> list[tuple[str, str]]:
         ),
         ("global quota", group.global_quota_group_name),
         ("pin budget", format_size(group.pin_budget_bytes)),
+        *([("blocks are kept in", f"store {store}")] if store else []),
         ("policy", policy.name),
         ("blocks leave at age", f"{policy.ttl_seconds} s" if policy.ttl_seconds else "no age"),
         ("evicts above", high),
@@ -345,6 +358,8 @@ def create_group(
     connection: Connection,
     name: Annotated[str, typer.Argument(metavar="NAME", help="The group, not taken yet.")],
     options: GroupOptions,
+    *,
+    store: Annotated[str, typer.Option("--store", metavar="STORE", help=_STORE, autocompletion=block_store_names)] = "",
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -361,12 +376,14 @@ def create_group(
         options.write(group)
         if not dry_run:
             request = pb.CreateInstanceGroupRequest(instance_group=group)
-            answer = connection.admin().call("CreateInstanceGroup", request, pb.CommonResponse)
-            print_remark(answer)
+            client = connection.admin()
+            print_remark(client.call("CreateInstanceGroup", request, pb.CommonResponse))
+            if store:
+                _move_new(client, name, store)
     if as_json:
         print_json(plain(group))
     elif dry_run:
-        print_fields(_fields(read(InstanceGroup, group)))
+        print_fields(_fields(read(InstanceGroup, group), store))
         print_below("nothing was created: leave --dry-run out for that")
 
 
@@ -401,6 +418,87 @@ def delete_group(connection: Connection, name: Name, yes: Yes = False) -> None:
     with exit_on_call_errors():
         request = pb.RemoveInstanceGroupRequest(name=name)
         connection.admin().call("RemoveInstanceGroup", request, pb.CommonResponse)
+
+
+def _move_new(client: AdminClient, name: str, store: str) -> None:
+    try:
+        _move(client, name, store)
+    except KvcmError:
+        typer.echo(f"kvcm: group {name!r} was created, and its blocks will be kept in the registry's store:", err=True)
+        raise
+
+
+@group_app.command("move")
+@with_options
+def move_group(
+    connection: Connection,
+    name: Name,
+    store: Annotated[str, typer.Option("--to", metavar="STORE", help=_STORE, autocompletion=block_store_names)],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Show how far it is until it is done; Ctrl-C ends the show, not the move.")
+    ] = False,
+) -> None:
+    """Keep the blocks of a group in a metadata store: those that lie in another one move there in the background, while
+    engines read and write them."""
+    with exit_on_call_errors():
+        client = connection.admin()
+        _move(client, name, store)
+        if wait:
+            _watch_move(client, name)
+
+
+def _move(client: AdminClient, name: str, store: str) -> None:
+    request = group_pb.MoveInstanceGroupRequest(name=name, store=store)
+    client.call("MoveInstanceGroup", request, pb.CommonResponse)
+
+
+def _watch_move(client: AdminClient, name: str) -> None:
+    usage = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
+    counts = {each.instance_id: each.key_count for group in usage.groups for each in group.instances}
+    left, said = _stores_of(client, name), set[str]()
+    counts = {each.instance_id: counts.get(each.instance_id, 0) for each in left.moves}
+    with progress(f"moving {name}", max(sum(counts.values()), 1)) as show:
+        while left.moves:
+            show(_copied_blocks(left, counts))
+            for each in left.moves:
+                reason = each.reason.partition("; tried again")[0]
+                if reason and reason not in said:
+                    said.add(reason)
+                    typer.echo(f"kvcm: {reason}", err=True)
+            time.sleep(_POLL_SECONDS)
+            left = _stores_of(client, name)
+
+
+def _copied_blocks(left: GroupStoreStatus, counts: dict[str, int]) -> int:
+    """Return how many blocks of a group were copied: all of instances that were moved, and what is known of others."""
+    copied = dict(counts)
+    for each in left.moves:
+        if each.state is not BlockMoveState.BLOCK_MOVE_CLEARING and each.instance_id in copied:
+            copied[each.instance_id] = min(copied[each.instance_id], max(0, each.copied_blocks))
+    return sum(copied.values())
+
+
+def _stores_of(client: AdminClient, name: str) -> GroupStoreStatus:
+    answer = client.call("ListGroupStore", group_pb.ListGroupStoreRequest(), group_pb.ListGroupStoreResponse)
+    for each in answer.groups:
+        if each.name == name:
+            return read(GroupStoreStatus, each)
+    raise InvalidArgumentError(f"instance group {name!r} does not exist any more")
+
+
+@group_app.command("stores")
+@with_options
+def list_group_stores(connection: Connection, as_json: AsJson = False) -> None:
+    """List the metadata stores, which one the blocks of each group are kept in, and how far moves are."""
+    with exit_on_call_errors():
+        request = group_pb.ListGroupStoreRequest()
+        answer = connection.admin().call("ListGroupStore", request, group_pb.ListGroupStoreResponse)
+        stores = [read(BlockStoreStatus, each) for each in answer.stores]
+        groups = [read(GroupStoreStatus, each) for each in answer.groups]
+    if as_json:
+        print_json(plain(answer))
+    else:
+        print_group_stores(stores, groups, console())
 
 
 def _found(client: AdminClient, name: str) -> pb.InstanceGroup:

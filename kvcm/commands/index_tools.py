@@ -44,13 +44,14 @@ from kvcm.index.backends.redis_runs_audit import RunsAudit
 from kvcm.index.backends.rocks import LoadedBlocks, RowsFound, audit_rows, check_readable, drop_rows
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import InvalidArgumentError, StorageIOError
 from kvcm.model.instances import Placement
 from kvcm.model.uri import path_component
 from kvcm.registry.document_cache import DocumentCache
 from kvcm.registry.leadership import VitalsTable
 from kvcm.registry.registry import Registry, Schema, check_schema, ensure_schema, finalize_schema
 from kvcm.registry.storages import ClosedStorages
+from kvcm.registry.store_guard import Incarnation
 from kvcm.storage.finish_notes import NotesFolder
 from kvcm.store.rocks import CommitLog, Fsync
 from kvcm.store.rocks_check import DamagedStoreError
@@ -336,8 +337,14 @@ class IndexTools:
             schema = await check_schema(table)
             if adds:
                 schema = await ensure_schema(table, metadata.store.flush, metadata.first_schema)
+            await _open_block_stores(metadata)
             registry = Registry(
-                ClosedStorages(), table, metadata.store.flush, metadata.kind, tags=metadata.tags_with(schema)
+                ClosedStorages(),
+                table,
+                metadata.store.flush,
+                metadata.kind,
+                tags=metadata.tags_with(schema),
+                block_stores=metadata.tags_in_block_stores,
             )
             await registry.load()
             yield metadata, registry
@@ -385,13 +392,18 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
             return PlainAudit(metadata.new_backend(placement))
 
         blocks = LoadedBlocks(records, metadata.new_backend)
-        return AuditedStore(metadata.store, registry, caches, in_memory, blocks)
+        return AuditedStore(metadata.store, registry, caches, in_memory, {"": blocks})
 
-    lost = LostRuns()
+    clients = {"": client} | {name: each.store.client for name, each in metadata.block_stores.items()}
+    lost = {name: LostRuns() for name in clients}
 
     def in_redis(placement: Placement) -> AuditedIndex:
+        if placement.store not in clients:
+            raise StorageIOError(
+                f"blocks are in store {placement.store!r}, which kvcm.store.block_stores does not name"
+            )
         if placement.tags:
-            return RunsAudit(client, placement.uid, placement.tags, lost)
+            return RunsAudit(clients[placement.store], placement.uid, placement.tags, lost[placement.store])
         return RedisAudit(client, placement.uid, placement.shard_count)
 
     assert isinstance(metadata.usage, SharedLedger)
@@ -400,9 +412,18 @@ def audited_store(metadata: Metadata, registry: Registry, caches: OpenCaches, re
         registry=registry,
         caches=caches,
         audited=in_redis,
-        blocks=RedisBlocks(client, lost),
+        blocks={name: RedisBlocks(each, lost[name]) for name, each in clients.items()},
         ledger=metadata.usage,
     )
+
+
+async def _open_block_stores(metadata: Metadata) -> None:
+    """Open the further stores for blocks, if a manager has begun this deployment: nothing is in them before."""
+    if not metadata.block_stores:
+        return
+    known = await DocumentCache(metadata.store.table("registry"), "meta/", Incarnation).read("incarnation")
+    if known is not None:
+        await metadata.check_block_stores(known.deployment)
 
 
 def _caches(metadata: Metadata, registry: Registry) -> OpenCaches:

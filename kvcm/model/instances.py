@@ -6,9 +6,10 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 __all__ = [
+    "REGISTRY_STORE",
     "GroupStore",
     "Instance",
     "InstanceDifference",
@@ -218,6 +219,10 @@ class Registration:
         if self.placement.store:
             return self
         return {"instance": self.instance, "placement": self.placement[: 3 if self.placement.tags else 2]}
+
+
+REGISTRY_STORE: Final = "registry"
+"""What operators call the store that has the registry, whose name is empty; no block store is called so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Vitals:
         loop_lag_seconds: how late the event loop was at most, since the vitals before.
         open_sessions: write sessions that it opened and that are open.
         used_bytes: by group and kind of storage, reported by the leader alone.
+        block_stores: names of the further metadata stores of its settings, in order.
     """
 
     endpoint: Endpoint
@@ -78,3 +79,4 @@ class Vitals:
     loop_lag_seconds: float = 0.0
     open_sessions: int = 0
     used_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    block_stores: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError
 from kvcm.model.groups import InstanceGroup
-from kvcm.model.instances import GroupStore, Registration, StoreMove
+from kvcm.model.instances import REGISTRY_STORE, GroupStore, Registration, StoreMove
 from kvcm.registry.document_cache import DocumentBatch, DocumentCache, Flush
 from kvcm.store.store import Table
 
@@ -91,6 +91,8 @@ class GroupStores:
             raise InvalidArgumentError(f"instance group {group_name!r} does not exist")
         if store not in self._tags:
             raise InvalidArgumentError(f"store is {store!r}: {self._described()}")
+        if store == self.store_of(group_name):
+            return
         if not self._tags[""]:
             raise NotReadyError(
                 "managers of the release before may use the metadata store, and they know one store only: stop them "
@@ -102,9 +104,9 @@ class GroupStores:
     def _described(self) -> str:
         names = ", ".join(map(repr, self.names[1:]))
         return (
-            f"kvcm.store.block_stores names {names}; '' is the store that has the registry"
+            f"kvcm.store.block_stores names {names}; {REGISTRY_STORE!r} is the store that keeps the registry"
             if names
-            else ("kvcm.store.block_stores names none, so that '' is the only one")
+            else f"kvcm.store.block_stores names none, so that {REGISTRY_STORE!r} is the only one"
         )
 
     def misplaced(self) -> list[Registration]:

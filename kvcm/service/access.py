@@ -168,7 +168,11 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "UpdateLeaderElectorConfig": _OPERATE,
         "UpdateLogger": _OPERATE,
     },
-    "kvcm.v1.GroupService": {"ListInstanceGroup": _VIEW},
+    "kvcm.v1.GroupService": {
+        "ListInstanceGroup": _VIEW,
+        "MoveInstanceGroup": _ADMINISTER,
+        "ListGroupStore": _VIEW,
+    },
     "kvcm.v1.CapacityService": {
         "GetUsage": _on_group("instance_group", Verb.VIEW),
         "SetGlobalQuota": _ADMINISTER,

@@ -13,10 +13,15 @@ from kvcm.storage.health import HealthState, StorageHealth
 
 __all__ = [
     "NOT_LIMITED",
+    "UNKNOWN",
+    "BlockMove",
+    "BlockMoveState",
+    "BlockStoreStatus",
     "DrainState",
     "DrainStatus",
     "GlobalQuotaUsage",
     "GroupStorageUsage",
+    "GroupStoreStatus",
     "GroupUsage",
     "InstanceUsage",
     "StorageStatus",
@@ -184,3 +189,55 @@ class DrainStatus:
     started_ms: int
     left_bytes: int
     reason: str = ""
+
+
+UNKNOWN = -1
+
+
+class BlockMoveState(IntEnum):
+    """How far the move of an instance's blocks is; numbers are those of the wire protocol."""
+
+    BLOCK_MOVE_UNSPECIFIED = 0
+    BLOCK_MOVE_WAITING = 1
+    BLOCK_MOVE_COPYING = 2
+    BLOCK_MOVE_CLEARING = 3
+
+    @property
+    def label(self) -> str:
+        """As operators read it."""
+        return self.name.removeprefix("BLOCK_MOVE_").lower()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """The move of an instance's blocks to another metadata store; -1 where this manager does not carry it out."""
+
+    instance_id: str
+    source: str
+    target: str
+    state: BlockMoveState
+    copied_blocks: int = UNKNOWN
+    failures: int = UNKNOWN
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStoreStatus:
+    """The metadata store that a group's blocks are to be kept in, and where they are."""
+
+    name: str
+    store: str
+    instance_count: int
+    placed_instance_count: int
+    fixed_instance_count: int
+    moves: tuple[BlockMove, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStoreStatus:
+    """A metadata store, as one manager sees it."""
+
+    name: str
+    is_usable: bool
+    reason: str = ""
+    instance_count: int = 0

@@ -48,6 +48,7 @@ class VitalsReader:
         groups: as configured.
         stats: of evictions.
         leadership: of this manager.
+        block_stores: names of its further metadata stores, in order.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class VitalsReader:
         groups: GroupRegistry,
         stats: ReclaimStats,
         leadership: Leadership,
+        block_stores: Sequence[str] = (),
     ) -> None:
         self.endpoint = endpoint
+        self._block_stores = tuple(block_stores)
         self.started_at = clock.now()
         self._clock, self._phase = clock, phase
         self._calls, self._answered, self._counts = calls, answered, counts
@@ -90,6 +93,7 @@ class VitalsReader:
             loop_lag_seconds=self._counts.lag.pop_peak_seconds(),
             open_sessions=self._cache.endings.open_count,
             used_bytes=used_bytes,
+            block_stores=self._block_stores,
         )
 
     def _requests(self) -> tuple[Mapping[str, int], Mapping[str, int]]:

@@ -27,7 +27,17 @@ from rich.table import Table
 from rich.text import Text
 
 from kvcm.model.units import format_size
-from kvcm.service.usage_values import DrainStatus, GroupUsage, StorageStatus, StorageUsage, Usage, UsageReport
+from kvcm.service.usage_values import (
+    UNKNOWN,
+    BlockStoreStatus,
+    DrainStatus,
+    GroupStoreStatus,
+    GroupUsage,
+    StorageStatus,
+    StorageUsage,
+    Usage,
+    UsageReport,
+)
 from kvcm.storage.health import HealthState
 
 __all__ = [
@@ -36,6 +46,7 @@ __all__ = [
     "TerminalTable",
     "format_time",
     "print_drains",
+    "print_group_stores",
     "print_sentences",
     "print_storages",
     "print_usage",
@@ -273,6 +284,42 @@ def print_drains(drains: Sequence[DrainStatus], console: Console) -> None:
     console.print(table)
     stuck = (drain for drain in drains if drain.reason)
     print_sentences((Text(f"storage {drain.storage_unique_name}: {drain.reason}", _WARN) for drain in stuck), console)
+
+
+def print_group_stores(
+    stores: Sequence[BlockStoreStatus], groups: Sequence[GroupStoreStatus], console: Console
+) -> None:
+    """Print metadata stores, the groups whose blocks they keep, moves, and the reasons of what does not go on."""
+    table = TerminalTable(("store", "usable", "instances"), words=("store", "usable"))
+    for store in stores:
+        table.add_row(store.name, "yes" if store.is_usable else "no", f"{store.instance_count:,}")
+    console.print(table)
+    table = TerminalTable(("group", "store", "instances", "there", "fixed elsewhere"), words=("group", "store"))
+    for group in groups:
+        counts = group.instance_count, group.placed_instance_count, group.fixed_instance_count
+        table.add_row(group.name, group.store, *(f"{count:,}" for count in counts))
+    console.print("", table, sep="\n")
+    moves = [move for group in groups for move in group.moves]
+    if moves:
+        words = ("instance", "from", "to", "state")
+        table = TerminalTable((*words, "copied blocks"), words=words)
+        for move in moves:
+            copied = "" if move.copied_blocks == UNKNOWN else f"{move.copied_blocks:,}"
+            table.add_row(move.instance_id, move.source, move.target, move.state.label, copied)
+        console.print("", table, sep="\n")
+    print_sentences(_store_sentences(stores, groups), console)
+
+
+def _store_sentences(stores: Sequence[BlockStoreStatus], groups: Sequence[GroupStoreStatus]) -> Iterator[Text]:
+    for store in stores:
+        if store.reason:
+            yield Text(f"store {store.name}: {store.reason}", _WARN)
+    for group in groups:
+        if group.fixed_instance_count:
+            text = f"group {group.name}: {group.fixed_instance_count} instances keep a value per block and stay where "
+            yield Text(text + "they are: register them again", _WARN)
+        reasons = dict.fromkeys(move.reason for move in group.moves if move.reason)
+        yield from (Text(f"group {group.name}: {reason}", _WARN) for reason in reasons)
 
 
 def print_sentences(sentences: Iterable[Text], console: Console) -> None:

@@ -78,6 +78,8 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
     "AdminService.UpdateLeaderElectorConfig": lambda _site: {"campaign_delay_time_ms": 0},
     "AdminService.UpdateLogger": lambda _site: {"log_level": "info"},
     "GroupService.ListInstanceGroup": lambda _site: {},
+    "GroupService.MoveInstanceGroup": lambda site: {"name": site.group(), "store": "registry"},
+    "GroupService.ListGroupStore": lambda _site: {},
 }
 
 
@@ -164,6 +166,12 @@ REFUSED: dict[str, list[Refused]] = {rpc: [] for rpc in GOOD} | {
     ],
     "AdminService.RemoveInstanceGroup": _unknown("RemoveInstanceGroup", "name"),
     "AdminService.GetInstanceGroup": _unknown("GetInstanceGroup", "name"),
+    "GroupService.MoveInstanceGroup": [
+        invalid("no name", lambda _site: {"store": "registry"}, "MoveInstanceGroup: {name}", "required"),
+        invalid("no store", lambda site: {"name": site.group()}, "MoveInstanceGroup: {store}", "required"),
+        invalid("unknown name", lambda _site: {"name": "nowhere", "store": "registry"}, "'nowhere'", "does not exist"),
+        invalid("unknown store", lambda site: {"name": site.group(), "store": "b"}, "'b'", "names none", "'registry'"),
+    ],
     "AdminService.GetCacheMeta": block_refusals(_blocks),
     "AdminService.RemoveCache": block_refusals(_blocks),
     "AdminService.RegisterInstance": registration_refusals(),

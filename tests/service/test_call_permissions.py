@@ -59,7 +59,7 @@ MAY = {
         _ALL: "GetManagerClusterInfo",
         _EVERYBODY: "CheckHealth",
     },
-    "GroupService": {_VIEWERS: "ListInstanceGroup"},
+    "GroupService": {_VIEWERS: "ListInstanceGroup ListGroupStore", _ADMIN: "MoveInstanceGroup"},
     "CapacityService": {
         _VIEWERS: "GetUsage ListGlobalQuota",
         _OPERATORS: "CollectGarbage ScrubStorage",

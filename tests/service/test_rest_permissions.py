@@ -130,6 +130,11 @@ ACTIONS = {
     "listGroups": _get("/v1/groups"),
     "getGroup": _on_a("groups", "/v1/groups/{}", _VIEWERS),
     "getGroupCurve": Deed(_VIEWERS, _curve),
+    "getGroupStore": Deed(_VIEWERS, lambda site, _: ("GET", f"/v1/groups/{component(site.group())}/store", None)),
+    "putGroupStore": Deed(
+        _ADMINS, lambda site, _: ("PUT", f"/v1/groups/{component(site.group())}/store", {"store": "registry"})
+    ),
+    "listStores": _get("/v1/stores"),
     "putGroup": Deed(_ADMINS, _put("groups", lambda site, _: site.group())),
     "patchGroup": Deed(
         _ADMINS, lambda site, _: ("PATCH", f"/v1/groups/{component(site.group())}", {"user_data": "mine"})

@@ -17,7 +17,7 @@ from kvcm.service.rejections import MEDIA_TYPE, Problem, RejectedError, problem_
 from kvcm.service.rest.account_resource import AccountResource
 from kvcm.service.rest.alert_resource import AlertResource
 from kvcm.service.rest.calls import CallRunner
-from kvcm.service.rest.group_resource import CurveResource, GroupResource
+from kvcm.service.rest.group_resource import CurveResource, GroupResource, GroupStoreResource
 from kvcm.service.rest.instance_resource import ExploreResource, InstanceResource
 from kvcm.service.rest.key_resource import KeyResource
 from kvcm.service.rest.pin_resource import PinResource
@@ -169,6 +169,7 @@ _RESOURCES = (
     SessionResource,
     ExploreResource,
     CurveResource,
+    GroupStoreResource,
     AlertResource,
 )
 

@@ -44,7 +44,14 @@ from kvcm.service.rest.routing import (
     not_found,
 )
 
-__all__ = ["CurveDocument", "CurveResource", "GroupDocument", "GroupResource", "StorageTypeName"]
+__all__ = [
+    "CurveDocument",
+    "CurveResource",
+    "GroupDocument",
+    "GroupResource",
+    "GroupStoreResource",
+    "StorageTypeName",
+]
 
 # Instance groups as JSON documents.
 
@@ -449,3 +456,127 @@ class CurveResource:
     async def _check_group(self, request: Request, name: str) -> None:
         if await self._calls.find(request, "AdminService.GetInstanceGroup", name=name) is None:
             raise not_found("group", name)
+
+
+# /v1/groups/{name}/store and /v1/stores.
+
+_STATES = {"BLOCK_MOVE_WAITING": "waiting", "BLOCK_MOVE_COPYING": "copying", "BLOCK_MOVE_CLEARING": "clearing"}
+_LIST_STORES = "GroupService.ListGroupStore"
+
+
+class BlockMoveDocument(Document):
+    """The move of an instance's blocks to another metadata store."""
+
+    instance: str
+    """Id of the instance."""
+    source: str
+    """Name of the store that they leave."""
+    target: str
+    """Name of the store that they come to."""
+    state: Literal["waiting", "copying", "clearing"]
+    """waiting: it has not begun. copying: calls go to the source. clearing: calls go to the target, and the source is
+    to be cleared; or the move was given up, and the target is."""
+    copied_blocks: Int64
+    """Blocks that this attempt copied; -1 on managers that do not lead."""
+    failures: Int64
+    """Attempts that failed; -1 on managers that do not lead."""
+    reason: str
+    """Why it does not go on at the moment, or which manager knows; empty while it does."""
+
+
+class GroupStoreOrder(Document):
+    """Keep the blocks of a group in a metadata store."""
+
+    store: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """Name of the store, as in `kvcm.store.block_stores` of every manager; `registry` for the one of the registry."""
+
+
+class GroupStoreDocument(Document):
+    """Where the blocks of a group are."""
+
+    name: str
+    """Name of the group."""
+    store: str
+    """Name of the store that they are to be kept in; `registry` for the one that keeps the registry."""
+    instance_count: Int64
+    """Instances of the group."""
+    placed_instance_count: Int64
+    """Those whose blocks lie in that store."""
+    fixed_instance_count: Int64
+    """Those that cannot be moved: an earlier release registered them. Register them again."""
+    moves: list[BlockMoveDocument]
+    """Instances that are to be moved, or whose former store is still to be cleared, by id."""
+
+
+class BlockStoreDocument(Document):
+    """A metadata store, as the manager sees it that answers."""
+
+    name: str
+    """Its name; `registry` for the one that keeps the registry."""
+    is_usable: bool
+    """Whether the manager uses it."""
+    reason: str
+    """Why it does not, or what else is wrong with it; empty while all is well."""
+    instance_count: Int64
+    """Instances whose blocks lie there."""
+
+
+class GroupStoreResource:
+    """Metadata stores, and those that groups are kept in.
+
+    Args:
+        calls: runs the calls behind it.
+    """
+
+    def __init__(self, calls: CallRunner) -> None:
+        self._calls = calls
+
+    def routes(self, router: APIRouter) -> None:
+        """Add the routes."""
+        path, model = "/v1/groups/{name}/store", GroupStoreDocument
+        add_route(
+            router=router, method="GET", path="/v1/stores", endpoint=self.list_stores, model=Page[BlockStoreDocument]
+        )
+        add_route(router=router, method="GET", path=path, endpoint=self.get_group_store, model=model, problems=[404])
+        add_route(
+            router=router,
+            method="PUT",
+            path=path,
+            endpoint=self.put_group_store,
+            model=model,
+            status=202,
+            problems=[404],
+        )
+
+    async def list_stores(self, request: Request, query: Annotated[PageQuery, Query()]) -> Response:
+        """List metadata stores, ordered by name."""
+        listed = await self._calls.run(request, _LIST_STORES)
+        stores = sorted(listed.stores, key=lambda store: str(store.name))
+        return answer(page_of(stores, lambda store: (store.name,), query))
+
+    async def get_group_store(self, request: Request, name: NamePath) -> Response:
+        """Get the metadata store of a group, and how far the moves of its instances are."""
+        return answer(await self._existing(request, name))
+
+    async def put_group_store(
+        self, request: Request, name: NamePath, body: Annotated[GroupStoreOrder, Body()]
+    ) -> Response:
+        """Keep the blocks of a group in a metadata store: those that lie in another one move there in the background,
+        while engines read and write them."""
+        move = self._calls.run(request, "GroupService.MoveInstanceGroup", name=name, store=body.store)
+        await change_existing(move, lambda: self._existing(request, name))
+        return answer(await self._existing(request, name), 202)
+
+    async def _existing(self, request: Request, name: str) -> dict[str, Any]:
+        listed = await self._calls.run(request, _LIST_STORES)
+        found = [group for group in listed.groups if group.name == name]
+        if not found:
+            raise not_found("group", name)
+        group = message_to_dict(found[0])
+        return {**group, "moves": [_move(move) for move in group["moves"]]}
+
+
+def _move(move: dict[str, Any]) -> dict[str, Any]:
+    state = _STATES.get(move["state"], "waiting")
+    others = {name: move[name] for name in ("source", "target", "copied_blocks", "failures", "reason")}
+    return {"instance": move["instance_id"], "state": state, **others}

@@ -25,17 +25,31 @@ _sym_db = _symbol_database.Default()
 from kvcm.protocol import admin_service_pb2 as admin__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvcm/v1/group_service.proto\x12\x07kvcm.v1\x1a\x13\x61\x64min_service.proto\",\n\x18ListInstanceGroupRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\xa5\x01\n\x19ListInstanceGroupResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x44\n\x0finstance_groups\x18\x02 \x03(\x0b\x32+.kv_cache_manager.proto.admin.InstanceGroup2j\n\x0cGroupService\x12Z\n\x11ListInstanceGroup\x12!.kvcm.v1.ListInstanceGroupRequest\x1a\".kvcm.v1.ListInstanceGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bkvcm/v1/group_service.proto\x12\x07kvcm.v1\x1a\x13\x61\x64min_service.proto\",\n\x18ListInstanceGroupRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\xa5\x01\n\x19ListInstanceGroupResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12\x44\n\x0finstance_groups\x18\x02 \x03(\x0b\x32+.kv_cache_manager.proto.admin.InstanceGroup\"I\n\x18MoveInstanceGroupRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\")\n\x15ListGroupStoreRequest\x12\x10\n\x08trace_id\x18\x01 \x01(\t\"\xb2\x01\n\x16ListGroupStoreResponse\x12\x42\n\x06header\x18\x01 \x01(\x0b\x32\x32.kv_cache_manager.proto.admin.CommonResponseHeader\x12)\n\x06stores\x18\x02 \x03(\x0b\x32\x19.kvcm.v1.BlockStoreStatus\x12)\n\x06groups\x18\x03 \x03(\x0b\x32\x19.kvcm.v1.GroupStoreStatus\"[\n\x10\x42lockStoreStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tis_usable\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x16\n\x0einstance_count\x18\x04 \x01(\x03\"\xa7\x01\n\x10GroupStoreStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05store\x18\x02 \x01(\t\x12\x16\n\x0einstance_count\x18\x03 \x01(\x03\x12\x1d\n\x15placed_instance_count\x18\x04 \x01(\x03\x12\x1c\n\x14\x66ixed_instance_count\x18\x05 \x01(\x03\x12!\n\x05moves\x18\x06 \x03(\x0b\x32\x12.kvcm.v1.BlockMove\"\xa1\x01\n\tBlockMove\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12&\n\x05state\x18\x04 \x01(\x0e\x32\x17.kvcm.v1.BlockMoveState\x12\x15\n\rcopied_blocks\x18\x05 \x01(\x03\x12\x10\n\x08\x66\x61ilures\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t*u\n\x0e\x42lockMoveState\x12\x1a\n\x16\x42LOCK_MOVE_UNSPECIFIED\x10\x00\x12\x16\n\x12\x42LOCK_MOVE_WAITING\x10\x01\x12\x16\n\x12\x42LOCK_MOVE_COPYING\x10\x02\x12\x17\n\x13\x42LOCK_MOVE_CLEARING\x10\x03\x32\xa3\x02\n\x0cGroupService\x12Z\n\x11ListInstanceGroup\x12!.kvcm.v1.ListInstanceGroupRequest\x1a\".kvcm.v1.ListInstanceGroupResponse\x12\x64\n\x11MoveInstanceGroup\x12!.kvcm.v1.MoveInstanceGroupRequest\x1a,.kv_cache_manager.proto.admin.CommonResponse\x12Q\n\x0eListGroupStore\x12\x1e.kvcm.v1.ListGroupStoreRequest\x1a\x1f.kvcm.v1.ListGroupStoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcm.v1.group_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_BLOCKMOVESTATE']._serialized_start=1001
+  _globals['_BLOCKMOVESTATE']._serialized_end=1118
   _globals['_LISTINSTANCEGROUPREQUEST']._serialized_start=61
   _globals['_LISTINSTANCEGROUPREQUEST']._serialized_end=105
   _globals['_LISTINSTANCEGROUPRESPONSE']._serialized_start=108
   _globals['_LISTINSTANCEGROUPRESPONSE']._serialized_end=273
-  _globals['_GROUPSERVICE']._serialized_start=275
-  _globals['_GROUPSERVICE']._serialized_end=381
+  _globals['_MOVEINSTANCEGROUPREQUEST']._serialized_start=275
+  _globals['_MOVEINSTANCEGROUPREQUEST']._serialized_end=348
+  _globals['_LISTGROUPSTOREREQUEST']._serialized_start=350
+  _globals['_LISTGROUPSTOREREQUEST']._serialized_end=391
+  _globals['_LISTGROUPSTORERESPONSE']._serialized_start=394
+  _globals['_LISTGROUPSTORERESPONSE']._serialized_end=572
+  _globals['_BLOCKSTORESTATUS']._serialized_start=574
+  _globals['_BLOCKSTORESTATUS']._serialized_end=665
+  _globals['_GROUPSTORESTATUS']._serialized_start=668
+  _globals['_GROUPSTORESTATUS']._serialized_end=835
+  _globals['_BLOCKMOVE']._serialized_start=838
+  _globals['_BLOCKMOVE']._serialized_end=999
+  _globals['_GROUPSERVICE']._serialized_start=1121
+  _globals['_GROUPSERVICE']._serialized_end=1412
 # @@protoc_insertion_point(module_scope)

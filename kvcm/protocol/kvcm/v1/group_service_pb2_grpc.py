@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from kvcm.protocol import admin_service_pb2 as admin__service__pb2
 from kvcm.protocol.kvcm.v1 import group_service_pb2 as kvcm_dot_v1_dot_group__service__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -40,6 +41,16 @@ class GroupServiceStub:
                 request_serializer=kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupRequest.SerializeToString,
                 response_deserializer=kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupResponse.FromString,
                 _registered_method=True)
+        self.MoveInstanceGroup = channel.unary_unary(
+                '/kvcm.v1.GroupService/MoveInstanceGroup',
+                request_serializer=kvcm_dot_v1_dot_group__service__pb2.MoveInstanceGroupRequest.SerializeToString,
+                response_deserializer=admin__service__pb2.CommonResponse.FromString,
+                _registered_method=True)
+        self.ListGroupStore = channel.unary_unary(
+                '/kvcm.v1.GroupService/ListGroupStore',
+                request_serializer=kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreRequest.SerializeToString,
+                response_deserializer=kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreResponse.FromString,
+                _registered_method=True)
 
 
 class GroupServiceServicer:
@@ -53,6 +64,21 @@ class GroupServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MoveInstanceGroup(self, request, context):
+        """Has the blocks of a group kept in a metadata store from now on; the leader moves those that lie in another one, while
+        engines read and write them. Asked again it is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListGroupStore(self, request, context):
+        """Lists the metadata stores, which one each group's blocks are kept in, and how far moves are.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GroupServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -60,6 +86,16 @@ def add_GroupServiceServicer_to_server(servicer, server):
                     servicer.ListInstanceGroup,
                     request_deserializer=kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupRequest.FromString,
                     response_serializer=kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupResponse.SerializeToString,
+            ),
+            'MoveInstanceGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveInstanceGroup,
+                    request_deserializer=kvcm_dot_v1_dot_group__service__pb2.MoveInstanceGroupRequest.FromString,
+                    response_serializer=admin__service__pb2.CommonResponse.SerializeToString,
+            ),
+            'ListGroupStore': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListGroupStore,
+                    request_deserializer=kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreRequest.FromString,
+                    response_serializer=kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,6 +126,60 @@ class GroupService:
             '/kvcm.v1.GroupService/ListInstanceGroup',
             kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupRequest.SerializeToString,
             kvcm_dot_v1_dot_group__service__pb2.ListInstanceGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveInstanceGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.GroupService/MoveInstanceGroup',
+            kvcm_dot_v1_dot_group__service__pb2.MoveInstanceGroupRequest.SerializeToString,
+            admin__service__pb2.CommonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListGroupStore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.GroupService/ListGroupStore',
+            kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreRequest.SerializeToString,
+            kvcm_dot_v1_dot_group__service__pb2.ListGroupStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,
