@@ -720,7 +720,13 @@ class _ComponentFactory:
         return prober
 
     def alerts(
-        self, cache: CacheManager, view: UsageView, deletions: DeletionExecutor, drains: StorageDrains, counts: Counts
+        self,
+        cache: CacheManager,
+        view: UsageView,
+        deletions: DeletionExecutor,
+        drains: StorageDrains,
+        counts: Counts,
+        group_stores: GroupStoreView,
     ) -> AlertWatch:
         sources = AlertSources(
             cache=cache,
@@ -734,6 +740,7 @@ class _ComponentFactory:
             is_shared=self.metadata.store.is_shared,
             store_health=self.metadata.health,
             shortage=self.metadata.shortage,
+            group_stores=group_stores,
         )
         return AlertWatch(sources, self.clock.now)
 
@@ -849,7 +856,7 @@ class Components:
             notes=factory.notes(cache),
             scrubber=scrubber,
             moves=(moves := factory.moves(turns)),
-            group_stores=factory.group_stores(moves),
+            group_stores=(group_stores := factory.group_stores(moves)),
             drains=drains,
             purges=PoolPurges(storages.pools, cache.open_caches, remover, clock, turns.pause),
             leaks=factory.leaks(cache, scrubber),
@@ -860,7 +867,7 @@ class Components:
             audit_log=audit_log,
             clock=clock,
             view=view,
-            alerts=factory.alerts(cache, view, deletions, drains, counts),
+            alerts=factory.alerts(cache, view, deletions, drains, counts=counts, group_stores=group_stores),
         )
 
     def background_tasks(self) -> list[BackgroundTask]:

@@ -563,6 +563,7 @@ def _state(components: Components) -> ManagerState:
         store_times=components.metadata.times,
         store_health=components.metadata.health,
         store_lost=components.metadata.lost,
+        group_stores=components.group_stores,
     )
 
 

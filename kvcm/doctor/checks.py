@@ -17,6 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from kvcm.config import Settings
 from kvcm.doctor.findings import Finding, Level, check_skew, fail, ok, warn
 from kvcm.doctor.host import (
+    block_store_settings,
     check_authorities,
     check_certificate,
     check_metadata_directory,
@@ -190,6 +191,14 @@ def check_settings(settings: Settings) -> Iterator[Finding]:
     redis = redis_settings(settings)
     if redis is not None:
         yield from check_shared_store(redis)
+    stores = block_store_settings(settings)
+    for name, _ in settings.block_stores:
+        if name not in stores:
+            what = f"kvcm.store.block_stores gives {name} no uri that can be read, or one without a cluster_name"
+            yield fail(f"block store {name}", what, "write it as kvcm.registry_storage.uri")
+    for name, each in stores.items():
+        for finding in check_shared_store(each):
+            yield finding._replace(check=f"block store {name}") if finding.check == _CHECK else finding
     yield from _startup_storage(settings)
 
 

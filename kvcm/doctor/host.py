@@ -30,6 +30,7 @@ from kvcm.store.rocks_check import check_database
 from kvcm.store.rocks_repair import RepairNote, read_repairs
 
 __all__ = [
+    "block_store_settings",
     "certificate_of",
     "check_authorities",
     "check_certificate",
@@ -83,7 +84,9 @@ def combinations(settings: Settings) -> Iterator[Finding]:
         )
     redis = redis_settings(settings)
     if redis is not None:
-        yield from _store(redis)
+        yield from _store("kvcm.registry_storage.uri", redis)
+    for each in block_store_settings(settings).values():
+        yield from _store("kvcm.store.block_stores", each)
 
 
 def _reachable(settings: Settings) -> Iterator[Finding]:
@@ -123,12 +126,12 @@ def _kept(settings: Settings) -> Iterator[Finding]:
         )
 
 
-def _store(redis: RedisSettings) -> Iterator[Finding]:
+def _store(key: str, redis: RedisSettings) -> Iterator[Finding]:
     remote = [address for address in redis.addresses if not _is_local(address.host)]
     if remote and not redis.password:
         yield warn(
             _SETTINGS,
-            f"kvcm.registry_storage.uri has no password for {remote[0]}: every client can change all metadata",
+            f"{key} has no password for {remote[0]}: every client can change all metadata",
             "give Redis a user or password, and put it in the uri",
         )
     if remote and redis.tls is None:
@@ -143,6 +146,15 @@ def redis_settings(settings: Settings) -> RedisSettings | None:
         return parse_redis_uri(settings.registry_storage_uri)
     except ValueError:
         return None
+
+
+def block_store_settings(settings: Settings) -> dict[str, RedisSettings]:
+    """Return the addresses of the further stores for blocks, by name; without those whose uri is malformed."""
+    found = {}
+    for name, uri in settings.block_stores:
+        with contextlib.suppress(ValueError):
+            found[name] = parse_redis_uri(uri)
+    return found
 
 
 def _is_local(host: str) -> bool:

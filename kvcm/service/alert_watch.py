@@ -23,6 +23,7 @@ from kvcm.service.alerts import (
     group_alerts,
     storage_alerts,
 )
+from kvcm.service.group_store_api import GroupStoreView
 from kvcm.service.storage_api import DrainView
 from kvcm.service.usage_report import UsageView
 from kvcm.service.usage_values import DrainStatus, StorageStatus
@@ -79,6 +80,7 @@ _DELAY_SECONDS = {
     "KvcmReclaimStuck": 30.0,
     "KvcmGroupNearlyFull": 30.0,
     "KvcmNoLeader": 5.0,
+    "KvcmBlockMoveFails": 300.0,  # a store may be away for a moment
     "KvcmSeveralLeaders": 20.0,  # vitals are some seconds old: in a failover they may name both
 }
 
@@ -95,6 +97,7 @@ class AlertSources:
         lag_seconds: by which the event loop is late all the time.
         is_shared: whether other managers work on the store.
         store_health: faults of the store beside that.
+        group_stores: metadata stores of groups, None where there is one.
         shortage: returns why the store refuses changes for lack of space, "" while it does not.
     """
 
@@ -109,6 +112,7 @@ class AlertSources:
     is_shared: bool
     store_health: Callable[[], StoreHealth] = StoreHealth
     shortage: Callable[[], str] = str
+    group_stores: GroupStoreView | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +212,7 @@ class AlertWatch:
     async def _inputs(self, shared: _StoreState) -> AlertInputs:
         sources = self._sources
         configured = sources.registry.storages.all()
-        leadership = sources.leadership
+        leadership, stores = sources.leadership, sources.group_stores
         return AlertInputs(
             now=self._now(),
             usage=await sources.view.last(),
@@ -233,6 +237,8 @@ class AlertWatch:
             lag_seconds=sources.lag_seconds(),
             store_trouble=shared.trouble or sources.shortage(),
             store_health=sources.store_health(),
+            block_stores=stores.troubles() if stores is not None else {},
+            failing_moves=stores.failing_moves() if stores is not None else (),
             dropped_accesses=self._dropped.growth({"": sources.cache.accesses.dropped})[""],
         )
 

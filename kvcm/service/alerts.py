@@ -13,6 +13,7 @@ from kvcm.model.units import format_size
 from kvcm.reclaim.deletion_executor import Backlog
 from kvcm.service.usage_values import (
     NOT_LIMITED,
+    BlockMove,
     DrainState,
     DrainStatus,
     GroupUsage,
@@ -123,6 +124,8 @@ class AlertInputs:
         lag_seconds: by which the event loop is late all the time.
         store_trouble: why the metadata store does not answer, "" while it does.
         store_health: what else is wrong with it.
+        block_stores: why further metadata stores are not as they should be, by name.
+        failing_moves: of instances to another metadata store.
         dropped_accesses: reads that lately could not be written down.
     """
 
@@ -146,6 +149,8 @@ class AlertInputs:
     lag_seconds: float = 0.0
     store_trouble: str = ""
     store_health: StoreHealth = field(default_factory=StoreHealth)
+    block_stores: Mapping[str, str] = field(default_factory=dict)
+    failing_moves: Sequence[BlockMove] = ()
     dropped_accesses: int = 0
 
 
@@ -764,6 +769,7 @@ def _of_leadership(facts: AlertInputs) -> Iterator[Alert]:
 
 def _of_store(facts: AlertInputs) -> Iterator[Alert]:
     yield from _of_unsound_store(facts)
+    yield from _of_block_stores(facts)
     if facts.store_trouble and not facts.store_health.closed:
         yield Alert(
             name="KvcmStoreAway",
@@ -788,6 +794,37 @@ def _of_store(facts: AlertInputs) -> Iterator[Alert]:
                 "The metadata store takes them more slowly than engines read, so that eviction does not know of them."
             ),
             advice="Give the store more processor time or a faster network.",
+        )
+
+
+def _of_block_stores(facts: AlertInputs) -> Iterator[Alert]:
+    if facts.block_stores:
+        names = ", ".join(sorted(facts.block_stores))
+        yield Alert(
+            name="KvcmBlockStoreUnsound",
+            severity=Severity.ALERT_PAGE,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"Manager {facts.node_id} cannot use every block store as it is: {names}.",
+            reason=" ".join(sentence(f"{name}: {why}") for name, why in sorted(facts.block_stores.items())),
+            advice=(
+                "Mend its servers: managers go on by themselves. Until then lookups of the groups that it keeps miss, "
+                "and their writes are refused; `kvcm group stores` names them."
+            ),
+        )
+    if facts.failing_moves:
+        first = facts.failing_moves[0]
+        yield Alert(
+            name="KvcmBlockMoveFails",
+            severity=Severity.ALERT_TICKET,
+            subject_kind=SubjectKind.CLUSTER,
+            subject_name="",
+            summary=f"{count_text(len(facts.failing_moves), 'instance')} cannot be moved to another metadata store.",
+            reason=sentence(f"{first.instance_id}, from {first.source} to {first.target}: {first.reason}"),
+            advice=(
+                "Their blocks are used where they lie, and the leader tries again by itself: look at both stores, or "
+                "keep the group where it is (`kvcm group move`)."
+            ),
         )
 
 

@@ -70,6 +70,38 @@ class GroupStoreView:
             instance_count=instance_count,
         )
 
+    def usable_stores(self) -> dict[str, bool]:
+        """Return whether this manager uses each of its stores, by name."""
+        return {_title(name): not health.closed for name, health in self._health().items()}
+
+    @property
+    def misplaced_count(self) -> int:
+        """Number of instances that are to be moved."""
+        return len(self._stores.misplaced())
+
+    def troubles(self) -> dict[str, str]:
+        """Return why block stores of this manager are not as they should be, by name."""
+        return {name: why for name, each in self._health().items() if name and (why := each.closed or each.evicts)}
+
+    def failing_moves(self) -> list[BlockMove]:
+        """Return the moves that this manager carries out and whose last attempt failed, by instance."""
+        if self._moves is None or not self._leadership.is_leader:
+            return []
+        found = [
+            BlockMove(
+                instance_id=each.instance_id,
+                source=_title(each.source),
+                target=_title(each.target),
+                state=BlockMoveState.BLOCK_MOVE_WAITING,
+                copied_blocks=each.blocks,
+                failures=each.failures,
+                reason=each.trouble,
+            )
+            for each in self._moves.progress.values()
+            if each.trouble
+        ]
+        return sorted(found, key=lambda move: move.instance_id)
+
     def groups(self) -> list[GroupStoreStatus]:
         """Return every group and its moves, by name."""
         of_groups: defaultdict[str, list[Registration]] = defaultdict(list)

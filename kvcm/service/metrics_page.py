@@ -34,6 +34,7 @@ from kvcm.reclaim.scrub import StorageScrubber
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
 from kvcm.service.calls import CallRecorder
+from kvcm.service.group_store_api import GroupStoreView
 from kvcm.service.http_server import Page, PageRequest
 from kvcm.service.metrics import Counts
 from kvcm.service.usage_report import UsageView
@@ -165,6 +166,7 @@ class ManagerState:
     store_times: Mapping[str, Histogram]
     store_health: Callable[[], StoreHealth]
     store_lost: Mapping[str, int]
+    group_stores: GroupStoreView
 
 
 @dataclass(slots=True)
@@ -284,6 +286,9 @@ class _StateMetrics:
         store = self._state.store_health()
         yield Reading(catalog.STORE_UNSOUND, bool(store.closed), ("closed",))
         yield Reading(catalog.STORE_UNSOUND, bool(store.evicts), ("evicts",))
+        for name, is_usable in self._state.group_stores.usable_stores().items():
+            yield Reading(catalog.BLOCK_STORE_USABLE, is_usable, (name,))
+        yield Reading(catalog.MISPLACED_INSTANCES, self._state.group_stores.misplaced_count)
         yield Reading(catalog.STORE_RESTORATIONS, store.restorations)
         yield Reading(catalog.STORE_LOSSES, store.losses)
         yield Reading(catalog.STORE_NEW_SERVERS, store.new_servers)

@@ -147,6 +147,15 @@ STORE_UNSOUND: Final = _gauge(
     "1 while a shared metadata store is not to be used: `closed` (it has another registry), `evicts` (it drops keys).",
     "reason",
 )
+BLOCK_STORE_USABLE: Final = _gauge(
+    "block_store_usable",
+    "1 while the manager uses a metadata store that keeps blocks, 0 while it does not; `registry` is the one of the "
+    "registry.",
+    "store",
+)
+MISPLACED_INSTANCES: Final = _gauge(
+    "misplaced_instances", "Instances whose blocks are to be moved to another metadata store."
+)
 STORE_RESTORATIONS: Final = _counter(
     "store_restorations", "Times that this manager put the registry back into a shared store that had lost it."
 )

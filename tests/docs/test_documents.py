@@ -121,7 +121,9 @@ def test_the_table_of_settings_is_the_tree_of_settings() -> None:
 def _said(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
+    if value in ("", ()):
+        return "empty"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 COMMAND_PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]

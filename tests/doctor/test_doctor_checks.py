@@ -20,10 +20,11 @@ from ports import free_port
 from redis_servers import Standalone
 from waiting import until
 
-from kvcm.config import Settings
+from kvcm.config import BlockStoreUri, Settings
 from kvcm.doctor import host
-from kvcm.doctor.checks import StoreFacts, check_shared_store, findings_of
+from kvcm.doctor.checks import StoreFacts, check_settings, check_shared_store, findings_of
 from kvcm.doctor.findings import Finding, Level, check_skew
+from kvcm.doctor.host import combinations
 from kvcm.doctor.manager import above_watermarks, check_reachable, check_storage, readiness, status_of
 from kvcm.model.clock import SystemClock
 from kvcm.model.storages import DummyStorageSpec, MooncakeStorageSpec, NfsStorageSpec, StorageConfig, ThreeFSStorageSpec
@@ -353,6 +354,26 @@ def test_a_real_server_is_asked(redis_standalone: Standalone) -> None:
         finally:
             admin.config_set("maxmemory-policy", before)
     assert any("maxmemory-policy allkeys-lru" in text for text in texts)
+
+
+def test_block_stores_are_asked_too(redis_standalone: Standalone) -> None:
+    stores = (
+        BlockStoreUri("b", redis_standalone.uri("b")),
+        BlockStoreUri("c", "redis://127.0.0.1:1/?cluster_name=c&timeout_ms=500"),
+        BlockStoreUri("bad", "redis://x/"),
+    )
+    settings = Settings(registry_storage_uri=redis_standalone.uri("doctor"), block_stores=stores)
+    found = list(check_settings(settings))
+    assert any(each.check == "block store b" and "answers, Redis" in each.found for each in found)
+    (away,) = (each for each in found if each.check == "block store c")
+    assert (away.level, "127.0.0.1:1" in away.found) == (Level.FAIL, True)
+    (bad,) = (each for each in found if each.check == "block store bad")
+    assert (bad.level, "cluster_name" in bad.found) == (Level.FAIL, True)
+    remote = Settings(block_stores=(BlockStoreUri("d", "redis://store.example/?cluster_name=d"),))
+    texts = [each.found for each in combinations(remote)]
+    assert (
+        "kvcm.store.block_stores has no password for store.example:6379: every client can change all metadata" in texts
+    )
 
 
 def test_a_user_that_may_not_publish_is_reported(redis_standalone: Standalone) -> None:

@@ -251,6 +251,9 @@ def of_usage(**fields: Any) -> dict[str, Any]:
 
 
 LATE = {**of_usage(), "backlogs": {"disk": Backlog(4, 0, 7)}}
+MOVE = usage_values.BlockMove(
+    "i", "registry", "b", usage_values.BlockMoveState.BLOCK_MOVE_WAITING, failures=3, reason="b is away"
+)
 DRAIN = usage_values.DrainStatus("disk", False, usage_values.DrainState.DRAIN_RUNNING, 0, GIB, "3 locations are pinned")
 
 
@@ -292,6 +295,8 @@ def test_managers_and_what_they_share() -> None:
             alerts.Severity.ALERT_PAGE,
             {"store_trouble": "not looked at", "store_health": StoreHealth(closed="it is another deployment's")},
         ),
+        ("KvcmBlockStoreUnsound", alerts.Severity.ALERT_PAGE, {"block_stores": {"b": "it is away"}}),
+        ("KvcmBlockMoveFails", alerts.Severity.ALERT_TICKET, {"failing_moves": (MOVE,)}),
         (
             "KvcmStoreLostChanges",
             alerts.Severity.ALERT_PAGE,

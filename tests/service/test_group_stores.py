@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from command_runner import Commands
+from probe_clients import ask
 from redis_servers import Standalone
 from rest_client import RestClient
 from test_transport_drivers import Api, eventually
@@ -188,6 +189,11 @@ def test_a_store_that_is_away_is_reported(tmp_path: Path, redis_standalone: Stan
         (move,) = status(api, group).moves
         assert (move.instance_id, move.source, move.target) == (instance_id, "registry", "b")
         assert "tried again in" in move.reason
+        (alert,) = (each for each in api.ok("InsightService.ListAlerts").alerts if each.name == "KvcmBlockStoreUnsound")
+        assert "127.0.0.1:9" in alert.reason
+        metrics = ask(process.address.admin_http, "/metrics").body.decode()
+        assert 'kvcm_block_store_usable{store="b"} 0' in metrics
+        assert "kvcm_misplaced_instances 1" in metrics
         shown = Commands(process).ok("group", "stores")
         assert f"group {group}: " in shown
         assert len(found(api, instance_id)) == len(KEYS)
