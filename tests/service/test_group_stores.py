@@ -134,6 +134,21 @@ def test_a_manager_without_the_store_is_named(tmp_path: Path, process: ManagerPr
         assert len(found(others, instance_id)) == len(KEYS)
 
 
+def test_a_manager_that_does_not_lead_names_the_leader(
+    tmp_path: Path, process: ManagerProcess, deployment: Deployment
+) -> None:
+    with manager(tmp_path / "other", *deployment.settings) as second, process.api() as api, second.api() as others:
+        group, instance_id = filled(others)
+        leader = api.ok("AdminService.GetManagerClusterInfo").leader_node_id
+        others.ok("GroupService.MoveInstanceGroup", name=group, store="b")
+        (move,) = status(others, group).moves
+        assert (move.copied_blocks, move.failures) == (-1, -1)
+        assert move.reason == f"manager {leader} leads and carries it out: ask that one how far it is"
+        for each in (api, others):
+            wait_until_placed(each, group, "b")
+            assert len(found(each, instance_id)) == len(KEYS)
+
+
 def test_commands_move_a_group_and_show_where_it_is(process: ManagerProcess, deployment: Deployment) -> None:
     commands = Commands(process)
     with process.api() as api:
