@@ -15,7 +15,8 @@ no quota. Invariants:
    of the source check it in the same step in which they change something.
 2. A move that another attempt has followed changes nothing any more, however late it comes. Numbers of attempts grow;
    the fence of each tag keeps the highest that it saw, and refuses what comes with a lower one; the registration
-   changes only together with the document of the attempt.
+   changes only together with the document of the attempt. An attempt whose document is stored reads the registration
+   once more: what its manager knew may be older than the last move.
 3. A fence whose attempt has ended stops nobody: who meets it removes it (`CacheManager`).
 4. Bytes stay until every manager reads from the target (`READ_SECONDS`, decision 7).
 
@@ -194,16 +195,22 @@ class StoreMoves:
         """Clear the source of a move that is placed, or the target of one that is not wanted any more."""
         try:
             if not move.is_placed:
-                await self._opened(move, move.source).set_fence(Fence.LIVE)
-                await self._clear(move, move.target, Fence.COPYING)
+                await self._undo(move)
             elif self._clock.now() < move.placed_at + READ_SECONDS:
                 await self._opened(move, move.target).set_fence(Fence.LIVE)
-                return
             else:
                 await self._clear(move, move.source, Fence.LEFT)
-            await self._stores.end(move)
+                await self._stores.end(move)
         except KvcmError as error:
             _log.warning("store_not_cleared", source=move.source, target=move.target, reason=str(error))
+
+    async def _undo(self, move: StoreMove) -> None:
+        """Clear the target of a move, unless it was placed after all: this manager may not know that yet."""
+        taken = await self._stores.take_over(move)
+        if taken is not None:
+            await self._opened(taken, taken.source).set_fence(Fence.LIVE)
+            await self._clear(taken, taken.target, Fence.COPYING)
+            await self._stores.end(taken)
 
     async def _clear(self, move: StoreMove, store: str, fence: Fence) -> None:
         left = self._opened(move, store)

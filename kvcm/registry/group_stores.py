@@ -133,7 +133,8 @@ class GroupStores:
         """Begin a move of an instance to the store of its group, or begin it again.
 
         Returns:
-            None where an earlier move has to be ended first, or a later one began.
+            None where an earlier move has to be ended first, a later one began, or the instance is another one, or lies
+            elsewhere, than this manager knew.
 
         Raises:
             NotReadyError: this manager does not have the store.
@@ -142,15 +143,38 @@ class GroupStores:
         target = self.store_of(registration.instance.instance_group_name)
         self.tags_in(target)
         uid, source = registration.placement.uid, registration.placement.store
-        number = await self._numbers.change("moves", lambda last: (last or 0) + 1)
-        assert number is not None
-        new = StoreMove(uid, source, target, number)
+        new = StoreMove(uid, source, target, await self._new_number())
 
         def decide(known: StoreMove | None) -> StoreMove:
-            is_over = known is None or (not known.is_placed and known.number < number)
+            is_over = known is None or (not known.is_placed and known.number < new.number)
             return new if is_over or known is None else known
 
-        return new if await self._moves.change(str(uid), decide) == new else None
+        if await self._moves.change(str(uid), decide) != new:
+            return None
+        # From here on no other attempt can place the blocks, so what is read now stays true.
+        if await self._registrations.read(registration.instance.instance_id) == registration:
+            return new
+        await self.end(new)
+        return None
+
+    async def take_over(self, move: StoreMove) -> StoreMove | None:
+        """Begin a move again that is not placed, to undo it.
+
+        Returns:
+            The move with the number of this attempt; None where it was placed, has ended, or began again.
+
+        Raises:
+            StorageIOError: the store cannot be asked.
+        """
+        assert not move.is_placed
+        new = replace(move, number=await self._new_number())
+        taken = await self._moves.change(str(move.uid), lambda known: new if known == move else known)
+        return new if taken == new else None
+
+    async def _new_number(self) -> int:
+        number = await self._numbers.change("moves", lambda last: (last or 0) + 1)
+        assert number is not None
+        return number
 
     async def place(self, move: StoreMove, registration: Registration, now: float) -> StoreMove | None:
         """Let the registration of an instance name the store that its blocks were copied to.

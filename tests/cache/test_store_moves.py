@@ -374,6 +374,34 @@ async def test_a_mover_that_comes_too_late_changes_nothing(on_one_server: Site) 
         [page async for page in source.scan(10)]
 
 
+async def test_a_leader_that_does_not_know_of_the_last_move_yet_moves_and_clears_nothing(on_one_server: Site) -> None:
+    """Its view of the registry is that from before."""
+    first, second = await on_one_server.manager(), await on_one_server.manager()
+    (keys,) = chains(1)
+    await store(first, keys)
+    await first.registry.group_stores.assign("group", "b")
+    with pytest.raises(_Died):
+        await mortal_moves(first, 8).resume(lambda: True)
+    await second.registry.refresh()
+    await settle(on_one_server, second, "b")
+    stores = first.registry.group_stores
+    assert (len(stores.misplaced()), [move.is_placed for move in stores.moves()]) == (1, [False])
+    await first.moves.resume(lambda: True)
+    assert await found(second, keys) == keys
+    stale = await on_one_server.manager()
+    await stale.registry.group_stores.assign("group", "")
+    with pytest.raises(_Died):
+        await mortal_moves(stale, 8).resume(lambda: True)
+    await second.registry.refresh()
+    await settle(on_one_server, second, "")
+    await stale.registry.group_stores.assign("group", "b")  # where its view has them
+    assert (stale.registry.group_stores.misplaced(), len(stale.registry.group_stores.moves())) == ([], 1)
+    await stale.moves.resume(lambda: True)
+    await second.registry.refresh()
+    assert second.registry.group_stores.moves() == []
+    assert await found(second, keys) == keys
+
+
 async def test_a_fence_whose_attempt_has_ended_stops_no_write(on_one_server: Site) -> None:
     first = await on_one_server.manager()
     stores, open_runs = first.registry.group_stores, first.metadata.open_runs
@@ -382,11 +410,10 @@ async def test_a_fence_whose_attempt_has_ended_stops_no_write(on_one_server: Sit
     (registration,) = stores.misplaced()
     move = await stores.begin(registration)
     assert move is not None
-    await stores.assign("group", "")
-    await first.moves.resume(lambda: True)  # the move is not wanted any more
-    assert stores.moves() == []
     placement = registration.placement
     await open_runs("", placement.uid, placement.tags, move.number).set_fence(Fence.LEAVING)
+    await stores.assign("group", "")
+    await stores.end(move)
     (keys,) = chains(1)
     await store(first, keys)
     assert await found(first, keys) == keys
@@ -446,11 +473,13 @@ async def test_a_store_of_another_deployment_is_not_used(redis_standalone: Stand
     name = secrets.token_hex(8)
     async with AsyncExitStack() as stack:
         mine = Site(redis_standalone.uri(name), redis_standalone.uri(f"{name}-b"), stack)
-        assert (await mine.manager()).metadata.health().closed == ""
+        assert (await mine.manager()).metadata.block_stores["b"].trouble == ""
         other = Site(redis_standalone.uri(f"{name}-other"), redis_standalone.uri(f"{name}-b"), stack)
-        assert "has the blocks of another deployment" in (await other.manager()).metadata.health().closed
+        assert "has the blocks of another deployment" in (await other.manager()).metadata.block_stores["b"].trouble
         same = Site(redis_standalone.uri(name), redis_standalone.uri(f"{name}-other"), stack)
-        assert "is the registry's store of another deployment" in (await same.manager()).metadata.health().closed
+        assert (
+            "is the registry's store of another deployment" in (await same.manager()).metadata.block_stores["b"].trouble
+        )
 
 
 async def test_a_group_is_given_only_what_there_is(on_one_server: Site) -> None:
