@@ -142,7 +142,7 @@ def test_a_group_is_created_with_everything_that_can_be_said(site: Site, command
     )
     made = commands.json("group", "create", name, *options.split())
     shown = commands.json("group", "show", name)
-    assert shown == made
+    assert shown == {**made, "block_store": "registry"}
     strategy = shown["cache_config"]["reclaim_strategy"]
     assert (shown["storage_candidates"], shown["quota"]["capacity"]) == ([first, second], 10 << 30)
     assert shown["quota"]["quota_config"] == [{"storage_type": "ST_DUMMY", "capacity": 5 << 30}]
