@@ -520,7 +520,15 @@ class CommitLog:
             self._blocks += blocks if self._blocks != UNKNOWN else 0
             self._documents += documents if self._documents != UNKNOWN else 0
             self._queue.append(
-                _Batch(prefixes, puts, rows, size_bytes, self._blocks, self._documents, is_copied=is_copied)
+                _Batch(
+                    prefixes=prefixes,
+                    puts=puts,
+                    rows=rows,
+                    size_bytes=size_bytes,
+                    blocks=self._blocks,
+                    documents=self._documents,
+                    is_copied=is_copied,
+                )
             )
             self._queued_bytes += size_bytes
             self._appended += 1
