@@ -262,7 +262,8 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
 # Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
-# everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers.
+# everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers;
+# a group that moves between stores under load.
 # Two hours on two idle cores, 3 GB of memory.
 acceptance-service: setup redis
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json
@@ -274,6 +275,7 @@ acceptance-service: setup redis
 	$(BIN)/python benchmarks/overload.py --json benchmarks/results/overload.json
 	$(BIN)/python benchmarks/hostile_keys.py --json benchmarks/results/hostile_keys.json
 	$(BIN)/python benchmarks/fleet.py --json benchmarks/results/fleet.json
+	$(BIN)/python benchmarks/group_move.py --json benchmarks/results/group_move.json
 
 # Connectors in real engines.
 acceptance-connectors: setup redis fuse engines

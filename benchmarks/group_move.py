@@ -38,7 +38,7 @@ from kvcm.protocol.kvcm.v1 import group_service_pb2, group_service_pb2_grpc
 INSTANCE, GROUP, STORE, REGISTRY = "model", "default", "second", "registry"
 ENGINES = 8
 BLOCKS = 64  # per write
-PAUSE_SECONDS = 0.02  # of an engine between its requests
+PAUSE_SECONDS = 0.4  # of an engine between its requests, at most
 CALL_SECONDS = 15.0
 MOVE_SECONDS = 240.0
 SETTINGS = ClientSettings(timeout_seconds=CALL_SECONDS)

@@ -280,6 +280,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/metadata.md", "idle", "idle.json", judged_table),
     ("docs/metadata.md", "shared-writes", "shared_writes.json", judged_table),
+    ("docs/metadata.md", "group-move", "group_move.json", judged_table),
     ("docs/engines.md", "compatibility", "compatibility.json", compatibility_table),
     ("docs/vllm.md", "conversation", "conversation.json", conversation_table),
     ("docs/vllm.md", "connector", "connector.json", judged_table),

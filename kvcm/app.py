@@ -24,7 +24,7 @@ from random import Random
 import structlog
 
 from kvcm import __version__
-from kvcm.components import BackgroundTask, Components, open_metadata
+from kvcm.components import BackgroundTask, Components, Metadata, open_metadata
 from kvcm.config import ConfigError, Settings, is_exposed
 from kvcm.model.clock import Clock, SystemClock
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, KvcmError, NotReadyError, StorageIOError
@@ -35,7 +35,7 @@ from kvcm.model.storages import MooncakeStorageSpec, PathStorageSpec, StorageTyp
 from kvcm.model.tasks import end_tasks
 from kvcm.registry.audit_trail import AuditTrail
 from kvcm.registry.leadership import Leadership
-from kvcm.registry.registry import Registry, ensure_cluster_id, ensure_schema
+from kvcm.registry.registry import Registry, Schema, ensure_cluster_id, ensure_schema
 from kvcm.registry.startup_document import StartupDocument, builtin_document, parse_startup_document
 from kvcm.registry.without_effect import group_values_without_effect, storage_values_without_effect
 from kvcm.service.admission import Phase, ServingGate
@@ -235,17 +235,7 @@ class Manager:
             audit_log = AuditLog(settings.audit_log_file)
             audit = AuditTrail(audit_log.record, self._clock)
             stack.push_async_callback(audit_log.flushed)
-            registry = Registry(
-                storages,
-                table,
-                flush=partial(_flush_all, store.flush, audit_log.flushed),
-                store_kind=metadata.kind,
-                clock=self._clock,
-                uses=store.table("uses"),
-                listener=audit.changed,
-                tags=metadata.tags_with(schema),
-                block_stores=metadata.tags_in_block_stores,
-            )
+            registry = self._registry(metadata, storages, schema, audit, audit_log)
             await registry.load()
             await ensure_admin_key(registry, settings)
             await _add_missing(registry, document)
@@ -275,6 +265,21 @@ class Manager:
             stack.push_async_callback(components.events.close)
             stack.push_async_callback(components.cache.endings.concluded)
             yield components
+
+    def _registry(
+        self, metadata: Metadata, storages: StorageDirectory, schema: Schema, audit: AuditTrail, audit_log: AuditLog
+    ) -> Registry:
+        return Registry(
+            storages,
+            metadata.registry_table,
+            flush=partial(_flush_all, metadata.store.flush, audit_log.flushed),
+            store_kind=metadata.kind,
+            clock=self._clock,
+            uses=metadata.store.table("uses"),
+            listener=audit.changed,
+            tags=metadata.tags_with(schema),
+            block_stores=metadata.tags_in_block_stores,
+        )
 
     def _storage_directory(self, store: Store, cluster_id: str, document: StartupDocument) -> StorageDirectory:
         pools = PoolOpener(store.table("pools", _POOL_SHARDS), self._clock, Random(), is_shared=store.is_shared)  # noqa: S311

@@ -13,7 +13,7 @@ moves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvcm.model.errors import InvalidArgumentError, NotReadyError
 from kvcm.model.groups import InstanceGroup
@@ -21,7 +21,26 @@ from kvcm.model.instances import REGISTRY_STORE, GroupStore, Registration, Store
 from kvcm.registry.document_cache import DocumentBatch, DocumentCache, Flush
 from kvcm.store.store import Table
 
-__all__ = ["GroupStores"]
+__all__ = ["GroupStores", "StoreDocuments"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDocuments:
+    """The documents that say where blocks are.
+
+    Attributes:
+        groups: by name.
+        wanted: the store of each group that was given one, by name of the group.
+        moves: those that have not ended, by uid.
+        numbers: has the number of the last attempt.
+        registrations: by instance id.
+    """
+
+    groups: DocumentCache[InstanceGroup]
+    wanted: DocumentCache[GroupStore]
+    moves: DocumentCache[StoreMove]
+    numbers: DocumentCache[int]
+    registrations: DocumentCache[Registration]
 
 
 class GroupStores:
@@ -29,33 +48,18 @@ class GroupStores:
 
     Args:
         table: has all of these documents.
-        groups: by name.
-        wanted: the store of each group that was given one, by name of the group.
-        moves: those that have not ended, by uid.
-        numbers: has the number of the last attempt.
-        registrations: by instance id.
+        documents: as this manager knows them.
         tags: parts of instances (`Placement.tags`) in each store that this manager can open, by name.
         flush: returns when all changes are durable.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        *,
-        groups: DocumentCache[InstanceGroup],
-        wanted: DocumentCache[GroupStore],
-        moves: DocumentCache[StoreMove],
-        numbers: DocumentCache[int],
-        registrations: DocumentCache[Registration],
-        tags: Mapping[str, int],
-        flush: Flush,
-    ) -> None:
+    def __init__(self, table: Table, documents: StoreDocuments, *, tags: Mapping[str, int], flush: Flush) -> None:
         self._table = table
-        self._groups = groups
-        self._wanted = wanted
-        self._moves = moves
-        self._numbers = numbers
-        self._registrations = registrations
+        self._groups = documents.groups
+        self._wanted = documents.wanted
+        self._moves = documents.moves
+        self._numbers = documents.numbers
+        self._registrations = documents.registrations
         self._tags = tags
         self._flush = flush
 

@@ -26,7 +26,7 @@ from kvcm.registry.accounts import AccountRegistry
 from kvcm.registry.api_keys import ImportedKeys, KeyDocuments, KeyRegistry, KeyUse
 from kvcm.registry.config_snapshots import ConfigDocuments, ConfigSnapshots
 from kvcm.registry.document_cache import ChangeListener, DocumentCache, Flush
-from kvcm.registry.group_stores import GroupStores
+from kvcm.registry.group_stores import GroupStores, StoreDocuments
 from kvcm.registry.groups import GroupRegistry, QuotaRegistry
 from kvcm.registry.instances import BatchRegistration, InstanceRegistry, ReservedInstances, Uids
 from kvcm.registry.storages import StorageOpener, StorageRegistry
@@ -212,27 +212,15 @@ class Registry:
         self.quotas = QuotaRegistry(quotas, flush)
         reservations = DocumentCache(self._table, "seats/", ReservedInstances)
         numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)
-        self.group_stores = GroupStores(
-            self._table,
-            groups=groups,
-            wanted=wanted,
-            moves=moves,
-            numbers=numbers,
-            registrations=instances,
-            tags={"": tags, **block_stores},
-            flush=flush,
-        )
+        documents = StoreDocuments(groups, wanted=wanted, moves=moves, numbers=numbers, registrations=instances)
+        self.group_stores = GroupStores(self._table, documents, tags={"": tags, **block_stores}, flush=flush)
         uids = Uids(instances, removals, store_kind, draw, self.group_stores)
         self.instances = InstanceRegistry(
             instances, removals=removals, uids=uids, reservations=reservations, groups=self.groups, flush=flush
         )
         self.accounts = AccountRegistry(accounts, flush)
         used: DocumentCache[KeyUse] = DocumentCache(uses if uses is not None else MemoryTable(), "", KeyUse)
-        clock = clock if clock is not None else SystemClock()
-        taken = DocumentCache(self._table, "taken_key/", float)
-        self.taken_keys = ImportedKeys(self._table, keys=keys, taken=taken, flush=flush, clock=clock)
-        role_of, documents = self.accounts.role_of, KeyDocuments(keys, used, numbers)
-        self.keys = KeyRegistry(self._table, documents, self._on_tables_read, flush=flush, clock=clock, role_of=role_of)
+        self.taken_keys, self.keys = self._open_keys(KeyDocuments(keys, used, numbers), clock or SystemClock())
         self.snapshots = ConfigSnapshots(
             self._table,
             caches=ConfigDocuments(storages, groups=groups, quotas=quotas, registrations=instances, accounts=accounts),
@@ -242,6 +230,13 @@ class Registry:
             flush=flush,
             store_kind=store_kind,
         )
+
+    def _open_keys(self, documents: KeyDocuments, clock: Clock) -> tuple[ImportedKeys, KeyRegistry]:
+        taken, flush = DocumentCache(self._table, "taken_key/", float), self._flush
+        imported = ImportedKeys(self._table, keys=documents.keys, taken=taken, flush=flush, clock=clock)
+        role_of = self.accounts.role_of
+        keys = KeyRegistry(self._table, documents, self._on_tables_read, flush=flush, clock=clock, role_of=role_of)
+        return imported, keys
 
     async def load(self) -> None:
         """Read everything and open the storages, before the manager serves. A storage that does not open here stays
