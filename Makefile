@@ -207,7 +207,7 @@ smoke: setup redis fuse mooncake iproute engines
 	$(MAKE) --jobs 3 --output-sync=target smoke-beside
 
 # The longest first.
-QUICK := connector crash service capacity auth_cost live_tuning scale index optimizer layout match transfer \
+QUICK := connector crash group_move service capacity auth_cost live_tuning scale index optimizer layout match transfer \
   mooncake_store mempool slots vitals weights_cost hostile_keys idle
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
@@ -217,6 +217,7 @@ smoke-demo:
 	$(BIN)/python docs/examples/demo/run.py --json build/demo.json
 	$(BIN)/python benchmarks/reuse.py --from build/demo.json --json build/reuse.json
 smoke-quick-crash: COUNTS = --kills 3
+smoke-quick-group_move: COUNTS = --kills 1
 smoke-quick-conversation $(QUICK:%=smoke-quick-%): smoke-quick-%:
 	$(BIN)/python benchmarks/$*.py --quick $(COUNTS) --json build/$*.json
 
