@@ -149,12 +149,10 @@ class StoreMoves:
         Raises:
             KvcmError: it failed.
         """
-        placement = registration.placement
         move = await self._stores.begin(registration)
         if move is None:
             return
-        source = self._open(placement.store, placement.uid, placement.tags, move.number)
-        target = self._open(move.target, placement.uid, self._stores.tags_in(move.target), move.number)
+        source, target = self._source(move), self._target(move)
         await source.set_fence(Fence.LIVE)  # the attempt before may have ended behind its fence
         await target.set_fence(Fence.COPYING)
         await target.drop()
@@ -197,9 +195,9 @@ class StoreMoves:
             if not move.is_placed:
                 await self._undo(move)
             elif self._clock.now() < move.placed_at + READ_SECONDS:
-                await self._opened(move, move.target).set_fence(Fence.LIVE)
+                await self._target(move).set_fence(Fence.LIVE)
             else:
-                await self._clear(move, move.source, Fence.LEFT)
+                await _clear(self._source(move), Fence.LEFT)
                 await self._stores.end(move)
         except KvcmError as error:
             _log.warning("store_not_cleared", source=move.source, target=move.target, reason=str(error))
@@ -208,17 +206,22 @@ class StoreMoves:
         """Clear the target of a move, unless it was placed after all: this manager may not know that yet."""
         taken = await self._stores.take_over(move)
         if taken is not None:
-            await self._opened(taken, taken.source).set_fence(Fence.LIVE)
-            await self._clear(taken, taken.target, Fence.COPYING)
+            await self._source(taken).set_fence(Fence.LIVE)
+            await _clear(self._target(taken), Fence.COPYING)
             await self._stores.end(taken)
 
-    async def _clear(self, move: StoreMove, store: str, fence: Fence) -> None:
-        left = self._opened(move, store)
-        await left.set_fence(fence)
-        await left.drop()
+    def _source(self, move: StoreMove) -> RunsBackend:
+        self._stores.tags_in(move.source)  # raises where this manager lacks the store
+        return self._open(move.source, move.uid, move.source_tags, move.number)
 
-    def _opened(self, move: StoreMove, store: str) -> RunsBackend:
-        return self._open(store, move.uid, self._stores.tags_in(store), move.number)
+    def _target(self, move: StoreMove) -> RunsBackend:
+        return self._open(move.target, move.uid, self._stores.tags_in(move.target), move.number)
+
+
+async def _clear(runs: RunsBackend, fence: Fence) -> None:
+    """Forget the blocks of a store that an instance left, or did not come to."""
+    await runs.set_fence(fence)
+    await runs.drop()
 
 
 class _Copy:

@@ -243,6 +243,7 @@ class StoreMove:
     Attributes:
         uid: of the instance's registration.
         source: store that they leave.
+        source_tags: their tags there.
         target: store that they come to.
         number: of the attempt; a later one has a greater number.
         is_placed: whether the registration names the target: what is left is to clear the source.
@@ -251,6 +252,7 @@ class StoreMove:
 
     uid: int
     source: str
+    source_tags: int
     target: str
     number: int
     is_placed: bool = False

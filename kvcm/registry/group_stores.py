@@ -95,7 +95,8 @@ class GroupStores:
             raise InvalidArgumentError(f"instance group {group_name!r} does not exist")
         if store not in self._tags:
             raise InvalidArgumentError(f"store is {store!r}: {self._described()}")
-        if store == self.store_of(group_name):
+        known = await self._wanted.read(group_name)
+        if store == (known.store if known is not None else ""):
             return
         if not self._tags[""]:
             raise NotReadyError(
@@ -146,14 +147,14 @@ class GroupStores:
         """
         target = self.store_of(registration.instance.instance_group_name)
         self.tags_in(target)
-        uid, source = registration.placement.uid, registration.placement.store
-        new = StoreMove(uid, source, target, await self._new_number())
+        placement = registration.placement
+        new = StoreMove(placement.uid, placement.store, placement.tags, target, await self._new_number())
 
         def decide(known: StoreMove | None) -> StoreMove:
             is_over = known is None or (not known.is_placed and known.number < new.number)
             return new if is_over or known is None else known
 
-        if await self._moves.change(str(uid), decide) != new:
+        if await self._moves.change(str(placement.uid), decide) != new:
             return None
         # From here on no other attempt can place the blocks, so what is read now stays true.
         if await self._registrations.read(registration.instance.instance_id) == registration:
