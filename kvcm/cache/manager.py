@@ -48,7 +48,7 @@ from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import IndexHandle
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
-from kvcm.model.errors import BlocksMovedError, InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
+from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.keys import BlockMask
@@ -56,7 +56,7 @@ from kvcm.model.locations import DeletionItem, StorageKey
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
 from kvcm.store.redis.store import RedisTable
-from kvcm.store.store import Store, Table
+from kvcm.store.store import BlocksMovedError, Store, Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.metrics import current_measures
 

@@ -27,10 +27,11 @@ from kvcm.cache.quotas import Reservation, SharedLedger
 from kvcm.index.backends.backend import UniformRun
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import MetaIndex, StagedWrite
-from kvcm.model.errors import BlocksMovedError, KvcmError
+from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRun
 from kvcm.store.redis.client import RedisClient, ScriptCall, Stages, fits_in_one, run_across
 from kvcm.store.redis.store import RedisTable
+from kvcm.store.store import BlocksMovedError
 
 __all__ = ["Begun", "Conclusion", "Conclusions", "Decided", "Document", "Finished", "SharedWrites"]
 

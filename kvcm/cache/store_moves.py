@@ -41,10 +41,11 @@ from kvcm.index.backends.backend import Access, Change
 from kvcm.index.backends.redis_runs import Fence, RunsBackend
 from kvcm.index.locking import uninterrupted
 from kvcm.model.clock import Clock
-from kvcm.model.errors import BlocksMovedError, KvcmError, StorageIOError
+from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.instances import Registration, StoreMove
 from kvcm.model.keys import split_keys
 from kvcm.registry.registry import Registry
+from kvcm.store.store import BlocksMovedError
 
 __all__ = ["READ_SECONDS", "MoveProgress", "OpenRuns", "StoreMoves"]
 

@@ -9,7 +9,6 @@
     ├── UnknownInstanceError       INSTANCE_NOT_EXIST          404   the instance is not registered
     ├── CapacityError              REACH_MAX_ENTITY_CAPACITY   507   a quota or a key limit is reached
     ├── NotReadyError              SERVICE_NOT_READY           503   no usable storage, starting, draining or shedding
-    │   └── BlocksMovedError                                         blocks move to another metadata store just now
     ├── NotLeaderError             SERVER_NOT_LEADER           503   another manager has to answer
     └── StorageIOError             IO_ERROR                    502   a store or a storage failed
 
@@ -23,7 +22,6 @@ from enum import IntEnum
 from typing import ClassVar
 
 __all__ = [
-    "BlocksMovedError",
     "CapacityError",
     "DuplicateEntityError",
     "ErrorCode",
@@ -111,19 +109,6 @@ class NotReadyError(KvcmError):
 
     code = ErrorCode.SERVICE_NOT_READY
     http_status = 503
-
-
-class BlocksMovedError(NotReadyError):
-    """The blocks of an instance are on their way to another metadata store, or lie there by now.
-
-    Args:
-        text: the error.
-        move: number of the move that they wait for, 0 where that is not known.
-    """
-
-    def __init__(self, text: str, move: int = 0) -> None:
-        super().__init__(text)
-        self.move = move
 
 
 class NotLeaderError(KvcmError):

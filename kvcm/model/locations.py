@@ -304,10 +304,10 @@ def retag(chunk: bytes, field_number: int) -> bytes:
     return bytes(((field_number << 3) | _WIRE_LEN,)) + chunk[1:]
 
 
-def retag_all(chunks: Sequence[bytes], field_number: int) -> bytes:
-    """Do `retag` for many chunks, and join them."""
+def retag_all(chunks: Iterable[bytes], field_number: int) -> list[bytes]:
+    """Do `retag` for many chunks."""
     tag = bytes(((field_number << 3) | _WIRE_LEN,))
-    return tag + tag.join([chunk[1:] for chunk in chunks]) if chunks else b""
+    return [tag + chunk[1:] for chunk in chunks]
 
 
 def _decode_spec(encoded: bytes) -> SpecUri:

@@ -405,7 +405,7 @@ class MetaApi:
         _write_mask(message.block_mask, started.mask)
         if started.rejected:
             message.header.status.message = f"{started.rejected} blocks were refused: {started.rejection}"
-        return Reply(message, [retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD)])
+        return Reply(message, retag_all(started.chunks, _START_WRITE_LOCATIONS_FIELD))
 
     async def finish_write(self, request: Any) -> Reply:
         """Answer FinishWriteCache."""

@@ -11,10 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvcm.model.errors import NotReadyError
+
 __all__ = [
     "MARK_BITS",
     "PART",
     "UNVERIFIED",
+    "BlocksMovedError",
     "Lease",
     "LeaseState",
     "ReadDocuments",
@@ -53,6 +56,20 @@ class StoreGate:
     closed: str = ""
     full: str = ""
     moved: bool = False
+
+
+class BlocksMovedError(NotReadyError):
+    """The blocks of an instance are on their way to another metadata store, or lie there by now. Calls wait for the end
+    of that (`CacheManager`), so a client gets this one only where it takes too long.
+
+    Args:
+        text: the error.
+        move: number of the move that they wait for, 0 where that is not known.
+    """
+
+    def __init__(self, text: str, move: int = 0) -> None:
+        super().__init__(text)
+        self.move = move
 
 
 @dataclass(frozen=True, slots=True)

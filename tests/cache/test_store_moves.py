@@ -25,10 +25,11 @@ from kvcm.components import Components
 from kvcm.config import BlockStoreUri, Settings
 from kvcm.index.backends.backend import Change
 from kvcm.index.backends.redis_runs import Fence
-from kvcm.model.errors import BlocksMovedError, InvalidArgumentError, KvcmError, StorageIOError
+from kvcm.model.errors import InvalidArgumentError, KvcmError, StorageIOError
 from kvcm.model.keys import BlockMask
 from kvcm.model.storages import DummyStorageSpec, StorageConfig
 from kvcm.store.redis.uri import parse_redis_uri
+from kvcm.store.store import BlocksMovedError
 
 KINDS = ("standalone", "cluster", "sentinel")
 

@@ -95,7 +95,7 @@ def test_retag_moves_a_chunk_to_the_field_of_another_answer(
     answer = GetMessageClass(field.containing_type)(**{field.name: [location(storage_type, spec_size, specs)]})
     chunk = locations.encode_chunk(storage_type, spec_size, specs)
     assert locations.retag(chunk, field.number) == answer.SerializeToString()
-    assert locations.retag_all([chunk, chunk], field.number) == answer.SerializeToString() * 2
+    assert locations.retag_all([chunk, chunk], field.number) == [answer.SerializeToString()] * 2
     assert locations.decode_chunk(locations.retag(chunk, field.number)) == locations.decode_chunk(chunk)
 
 

@@ -375,7 +375,9 @@ async def world() -> AsyncIterator[World]:
 
 def neighbour(name: str, refused: int = 0, *, leads: bool = False) -> ManagerView:
     reported = vitals(name, groups={"g": GroupTotals(refused_writes=refused)}, is_leader=leads)
-    return ManagerView(reported.endpoint, 0.0, is_leader=leads, is_self=False, vitals=reported, rates=None)
+    return ManagerView(
+        reported.endpoint, 0.0, is_leader=leads, is_self=False, vitals=reported, rates=None, instances=None
+    )
 
 
 async def test_an_alert_keeps_the_time_of_its_first_check_when_no_client_asks(world: World) -> None:

@@ -38,10 +38,10 @@ from redis.exceptions import (
     TryAgainError,
 )
 
-from kvcm.model.errors import BlocksMovedError, StorageIOError
+from kvcm.model.errors import StorageIOError
 from kvcm.model.tasks import end_tasks
 from kvcm.store.redis.uri import Address, RedisSettings
-from kvcm.store.store import StoreGate
+from kvcm.store.store import BlocksMovedError, StoreGate
 from kvcm.telemetry.metrics import Histogram
 
 __all__ = [
