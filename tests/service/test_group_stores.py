@@ -144,6 +144,7 @@ def test_a_manager_that_does_not_lead_names_the_leader(
         (move,) = status(others, group).moves
         assert (move.copied_blocks, move.failures) == (-1, -1)
         assert move.reason == f"manager {leader} leads and carries it out: ask that one how far it is"
+        eventually(lambda: group in [each.name for each in api.ok("GroupService.ListGroupStore").groups])
         for each in (api, others):
             wait_until_placed(each, group, "b")
             assert len(found(each, instance_id)) == len(KEYS)
