@@ -118,7 +118,7 @@ async def reads(uri: str, rounds: int, repeat: int) -> list[Row]:
     await memory.put(stored)
     async with connected(uri) as client:
         cached = index_of(RedisBackend(client, 1, SHARDS), CacheBudget(1 << 30))
-        bare_index = index_of(RedisBackend(client, 1, SHARDS), CacheBudget(1 << 30, is_coherent=lambda: False))
+        bare_index = index_of(RedisBackend(client, 1, SHARDS), CacheBudget(1 << 30, is_coherent=lambda _store: False))
         await cached.put(stored)
         assert await cached.answers(keys) == await memory.answers(keys) == await bare_index.answers(keys)
         rows = [
