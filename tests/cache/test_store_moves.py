@@ -142,8 +142,7 @@ async def check_sound(site: Site) -> None:
     different = await recount.different_accounts(recount.accounts())
     excess = [number for fields in different.values() for number in fields.values()]
     assert all(number > 0 for number in excess), "never below the truth"
-    if excess:  # a write was refused by some tags, and not known to be by which
-        assert manager.registry.instances.placement("i").tags > 1
+    if excess:  # a write was refused by the fence, and it is not known by how much of it
         assert await recount.recount(recount.accounts())
         assert await recount.different_accounts(recount.accounts()) == {}
     await index.refresh()
