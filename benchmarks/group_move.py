@@ -32,7 +32,7 @@ from kvcm.connectors.client import AsyncManagerClient
 from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.results import RegistrationState
 from kvcm.model.instances import LocationSpecInfo, ModelDeployment
-from kvcm.protocol import admin_service_pb2
+from kvcm.protocol import admin_service_pb2, admin_service_pb2_grpc
 from kvcm.protocol.kvcm.v1 import group_service_pb2, group_service_pb2_grpc
 
 INSTANCE, GROUP, STORE, REGISTRY = "model", "default", "second", "registry"
@@ -95,22 +95,16 @@ class Site:
         while time.monotonic() < deadline:
             for number in range(2):
                 with contextlib.suppress(grpc.RpcError):
-                    request = admin_service_pb2.GetManagerClusterInfoRequest()
-                    answer = self._admin(number, "GetManagerClusterInfo", request, admin_service_pb2)
-                    if answer.self_node_id == answer.leader_node_id:
+                    if self._leads(number):
                         return number
             time.sleep(0.02)
         raise AssertionError("no manager leads")
 
-    def _admin(self, number: int, call: str, request: object, messages: object) -> object:
-        service = "kv_cache_manager.proto.admin.AdminService"
+    def _leads(self, number: int) -> bool:
         with grpc.insecure_channel(f"127.0.0.1:{self._ports[number]['admin_rpc_port']}") as channel:
-            method = channel.unary_unary(
-                f"/{service}/{call}",
-                request_serializer=lambda message: message.SerializeToString(),
-                response_deserializer=getattr(messages, f"{call}Response").FromString,
-            )
-            return method(request, timeout=10)
+            stub = admin_service_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+            answer = stub.GetManagerClusterInfo(admin_service_pb2.GetManagerClusterInfoRequest(), timeout=10)
+        return bool(answer.self_node_id == answer.leader_node_id)
 
     @contextlib.contextmanager
     def groups(self, number: int = 0) -> Iterator[group_service_pb2_grpc.GroupServiceStub]:

@@ -17,7 +17,7 @@ no quota. Invariants:
    the fence of each tag keeps the highest that it saw, and refuses what comes with a lower one; the registration
    changes only together with the document of the attempt. An attempt whose document is stored reads the registration
    once more: what its manager knew may be older than the last move.
-3. A fence whose attempt has ended stops nobody: who meets it removes it (`CacheManager`).
+3. A fence whose attempt has ended stops no write: the manager that meets it removes it (`CacheManager`).
 4. Bytes stay until every manager reads from the target (`READ_SECONDS`, decision 7).
 
 A leader that dies leaves the document: its successor begins again with a copy, or clears. Rejected: to write to both

@@ -5,7 +5,7 @@ Invariants:
 * An entry is the answer for the record that the store has, or had a moment ago: every change of a record, here or by
   another manager, drops its entry (design.md decision 4). Only resident blocks have one: other managers say nothing of
   changes of the others.
-* A read that overlaps a change never puts the old record back. A read in flight is told of every key that changes, and
+* A read that overlaps a change never puts the old record back. A read in flight learns of every key that changes, and
   what it read of those does not enter the cache.
 * Bounded: entries live in two generations. A hit in the old one moves the entry to the young one; when the young ones
   of all caches hold half of the budget, they become the old ones, and the old entries without a hit are dropped.

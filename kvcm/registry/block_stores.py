@@ -49,7 +49,7 @@ class BlockStore:
         self._registry = RedisTable(client.ungated(), "registry", 1)
 
     async def check(self, deployment: str) -> None:
-        """Close the store for this manager unless it is this deployment's; one that is nobody's becomes that.
+        """Close the store for this manager unless it is this deployment's; an unclaimed one becomes that.
 
         Args:
             deployment: random id of the deployment.

@@ -9,13 +9,14 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from inspect import isasyncgenfunction, iscoroutinefunction
 from itertools import count
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from cache_rig import group, instance
 from fake_clock import FakeClock
-from redis_servers import Servers, Standalone
+from redis_servers import Servers, Standalone, standalone
 
 from kvcm.app import Manager
 from kvcm.cache.prefix_match import MatchMode, MatchQuery
@@ -77,12 +78,18 @@ async def site(registry: Servers, blocks: Servers | None) -> AsyncIterator[Site]
     block_uri = blocks.uri(f"{name}-b") if blocks is not None else ""
     async with AsyncExitStack() as stack:
         made = Site(registry.uri(name), block_uri, stack)
-        first = await made.manager()
-        for storage in ("slow", "slow2"):
-            await first.registry.storages.add(StorageConfig(storage, DummyStorageSpec()))
-        await first.registry.groups.create(group())
-        await first.cache.register_instance(instance())
+        await prepared(made)
         yield made
+
+
+async def prepared(site: Site) -> Components:
+    """Return the first manager of a deployment, which gets its storages, group and instance."""
+    first = await site.manager()
+    for storage in ("slow", "slow2"):
+        await first.registry.storages.add(StorageConfig(storage, DummyStorageSpec()))
+    await first.registry.groups.create(group())
+    await first.cache.register_instance(instance())
+    return first
 
 
 @pytest.fixture(params=KINDS)
@@ -341,6 +348,62 @@ async def test_a_leader_that_dies_at_any_step_leaves_its_successor_all_it_needs(
     assert left == [target == "", target == "b"]
 
 
+class Interrupted(Mortal):
+    """Calls of an object; once there are no steps left something happens to the server, and calls go on."""
+
+    def __init__(self, of: Any, steps: list[int], interrupt: Callable[[], None]) -> None:
+        super().__init__(of, steps)
+        self._interrupt = interrupt
+
+    def _step(self) -> None:
+        self._steps[0] -= 1
+        if not self._steps[0]:
+            self._interrupt()
+
+
+@pytest.mark.parametrize("interruption", ["kill", "pause"])
+async def test_a_server_that_dies_or_hangs_during_a_move_delays_it_and_loses_nothing(
+    interruption: str, redis_standalone: Standalone, tmp_path: Path
+) -> None:
+    """At each step of the copy, the last one behind the fence, and the change of the registration."""
+    with standalone(tmp_path, appendonly=True) as blocks:
+        server, name = blocks.server, secrets.token_hex(8)
+        interrupt = server.kill if interruption == "kill" else server.pause
+        mend = server.restart if interruption == "kill" else server.resume
+        async with AsyncExitStack() as stack:
+            deployment = Site(redis_standalone.uri(name), blocks.uri(f"{name}-b", timeout_ms=200), stack)
+            first = await prepared(deployment)
+            written = chains(2)
+            for keys in written:
+                await store(first, keys)
+            for steps in (1, 3, 5, 8, 10, 12, 14):
+                await first.registry.group_stores.assign("group", "b")
+                await moves_interrupted(first, steps, interrupt).resume(lambda: True)
+                new = [1_000_000 + steps, 2_000_000 + steps]
+                if place_of(first) == "":
+                    await store(first, new)
+                    written.append(new)
+                await asyncio.to_thread(mend)
+                deployment.clock.time += 100
+                await settle(deployment, first, "b")
+                for keys in written:
+                    assert await found(first, keys) == keys
+                await settle(deployment, first, "")
+            assert len(written) > 5, "most interruptions come before the registration names the store"
+            await check_sound(deployment)
+
+
+def moves_interrupted(manager: Components, steps: int, interrupt: Callable[[], None]) -> StoreMoves:
+    """What moves, and something happens to the server of the target after so many steps."""
+    open_runs, left = manager.metadata.open_runs, [steps]
+    assert open_runs is not None
+    return StoreMoves(
+        manager.registry,
+        lambda *of: Interrupted(open_runs(*of), left, interrupt),  # type: ignore[arg-type, return-value]
+        manager.clock,
+    )
+
+
 async def test_a_mover_that_comes_too_late_changes_nothing(on_one_server: Site) -> None:
     first = await on_one_server.manager()
     (keys,) = chains(1)
@@ -487,8 +550,8 @@ async def test_a_group_is_given_only_what_there_is(on_one_server: Site) -> None:
     stores = first.registry.group_stores
     with pytest.raises(InvalidArgumentError, match=r"store is 'c': kvcm\.store\.block_stores names 'b'"):
         await stores.assign("group", "c")
-    with pytest.raises(InvalidArgumentError, match="instance group 'nobody' does not exist"):
-        await stores.assign("nobody", "b")
+    with pytest.raises(InvalidArgumentError, match="instance group 'absent' does not exist"):
+        await stores.assign("absent", "b")
 
 
 async def test_a_manager_without_the_store_says_so_and_serves_the_others(
