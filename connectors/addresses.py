@@ -198,8 +198,12 @@ class Addresses:
         _log.info("calls go to manager %s at %s", manager.node_id, manager.address)
 
     def _names_itself(self, manager: AnnouncedManager, answer: meta.GetClusterInfoResponse) -> bool:
-        """Return whether a manager knows of none that is better than itself, apart from those that failed."""
-        best = self._first_usable(AnnouncedManager.parse_all(answer.preferred_managers))
+        """Return whether a manager knows of none that is better than itself, apart from those that failed. One that
+        drains names the others alone."""
+        named = list(AnnouncedManager.parse_all(answer.preferred_managers))
+        if named and manager.node_id not in [each.node_id for each in named]:
+            return False
+        best = self._first_usable(named)
         return best is None or best.node_id == manager.node_id
 
     def _first_usable(self, managers: Iterable[AnnouncedManager]) -> AnnouncedManager | None:

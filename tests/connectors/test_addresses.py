@@ -104,6 +104,14 @@ def test_managers_that_disagree_do_not_send_a_client_back_and_forth(addresses: A
     assert probes == 5
 
 
+def test_a_manager_that_drains_gets_no_calls_though_all_others_failed(addresses: Addresses) -> None:
+    assigned(addresses, A, B, C)
+    addresses.on_failure(A.address)
+    confirm(addresses, C)  # b, which leaves: c is said to be better
+    confirm(addresses, A, B)  # c, which leaves too: it names those that failed, and not itself
+    assert (addresses.order, addresses.assigned) == ((SERVICE,), None)
+
+
 def test_a_hint_moves_the_calls_and_keeps_the_other_managers_in_reserve(addresses: Addresses) -> None:
     assigned(addresses, A, B)
     addresses.announce(endpoints(C))
