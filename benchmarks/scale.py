@@ -158,6 +158,7 @@ class Site:
             group.quota.capacity = 1 << 55
             for quota in group.quota.quota_config:
                 quota.capacity = 1 << 55
+            group.cache_config.meta_indexer_config.max_key_count = 1 << 30
             strategy = group.cache_config.reclaim_strategy
             strategy.delay_before_delete_ms = 1000
             strategy.trigger_strategy.used_percentage = 2.0  # off
