@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from typing import NamedTuple
 import grpc
 import numpy as np
 from report import Row, arguments, is_sound, publish
-from service_site import META, Exchange, Manager, Site, site
+from service_site import META, STORES, Exchange, Manager, Site, site
 
 from kvcm.model.keys import mixed
 from kvcm.protocol import meta_service_pb2 as pb
@@ -38,13 +37,11 @@ from kvcm.protocol import meta_service_pb2 as pb
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 
 from probe_chain import probe_chain
-from redis_servers import standalone
 
 KEYS = 65_536
 MOST_RATIO, MOST_LATENCY_RATIO, MOST_SHARE = 3.0, 2.0, 0.02
 _U64 = (1 << 64) - 1
 _LOOKUP_KEYS = 64
-STORES = ("memory", "rocksdb", "redis")
 
 
 class Batch(NamedTuple):
@@ -311,15 +308,12 @@ def main() -> int:
     options = arguments(__doc__ or "").parse_args()
     plan = Plan(8, 1, 200, 1.0, ("memory",)) if options.quick else Plan(1000, 20, 3000, 20.0, STORES)
     rows, batches = tables(plan)
-    with tempfile.TemporaryDirectory(prefix="kvcm-hostile-") as directory, contextlib.ExitStack() as stack:
-        redis = stack.enter_context(standalone(Path(directory) / "redis")).uri("hostile")
-        stores = {"memory": "memory://", "rocksdb": f"local://{directory}/metadata", "redis": redis}
-        for name in plan.stores:
-            with site((f"kvcm.registry_storage.uri={stores[name]}",)) as place:
-                if name == "memory":
-                    rows += mixing(place, plan.lookups)
-                rows += calls(name, place.manager, batches)
-                rows += latencies(name, place.manager, batches[0].keys, plan.seconds)
+    for name in plan.stores:
+        with site(store=name) as place:
+            if name == "memory":
+                rows += mixing(place, plan.lookups)
+            rows += calls(name, place.manager, batches)
+            rows += latencies(name, place.manager, batches[0].keys, plan.seconds)
     is_met = publish("hostile keys: no choice of block keys stops a manager", rows, options.json)
     return 0 if is_met or (options.quick and is_sound(rows)) else 1
 

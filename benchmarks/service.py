@@ -1,10 +1,14 @@
 """Claim: a call to a manager with everything switched on costs little more than a Python gRPC server costs that does
 nothing.
 
-Clients in another process send prepared requests and keep the answers as bytes. The server's CPU time is that of its
-process by the operating system. The bare server, in the same run, is a `grpc.aio` handler on uvloop that reads the same
-requests and returns equally large prepared answers; windows of all sides alternate. Metadata is in memory. HTTP is
-compared with gRPC.
+Three managers, with their metadata in memory, in RocksDB and in a Redis of its own, and a bare server run at once, and
+windows of all sides alternate. The bare server is a `grpc.aio` handler on uvloop that reads the same requests and
+returns equally large prepared answers. Clients in other processes send prepared requests and keep the answers as bytes.
+CPU times are those of the processes by the operating system, less what they use without requests; that of Redis is a
+row of its own. Hits on Redis are answered from the manager's search cache, as is usual; misses go to Redis each time.
+
+HTTP is compared with gRPC in memory alone: the store has no part in what the transports differ in. Targets are those of
+memory; rows of other stores report.
 
 `--scaling` measures instead what the number of keys in a request and the number of resident blocks cost.
 """
@@ -14,14 +18,15 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from report import Row, arguments, publish
 from service_client import META, Exchange
 from service_scaling import scaling
-from service_site import Run, Site, hash_keys, quantile, site
+from service_site import SETTLE_SECONDS, STORES, Run, Site, hash_keys, quantile, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
@@ -29,6 +34,7 @@ MOST_TAIL = 2.0  # p99/p50, of the bare server's own
 MOST_HTTP = 3.0  # of the same case on gRPC
 MOST_US_PER_BLOCK = 8.0  # of a write, beside two bare servers
 CONCURRENCIES = (1, 8, 64)
+QUICK_SETTLE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,7 @@ class Plan(NamedTuple):
     rounds: int
     share: float
     concurrencies: Sequence[int]
+    settle_seconds: float = SETTLE_SECONDS
 
     def count(self, case: Case, concurrency: int) -> int:
         """Units of a window: so many that every client has some."""
@@ -63,9 +70,10 @@ class Plan(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One side of a case: CPU time per unit, and the times that clients saw."""
+    """One side of a case: CPU time per unit of server and store, and the times that clients saw."""
 
     cpu_us: float
+    store_us: float
     p50_us: float
     p99_us: float
 
@@ -144,37 +152,53 @@ def cases(running: Site) -> list[Case]:
     ]
 
 
-def measured(running: Site, case: Case, concurrency: int, plan: Plan) -> list[Row]:
-    """Measure one case on the manager over gRPC and HTTP, and the bare server."""
-    count = plan.count(case, concurrency)
-    sides: dict[str, list[Run]] = {"grpc": [], "http": [], "floor": []}
-    warm = case.measure(running, "grpc", 2 * concurrency, concurrency)
-    case.measure(running, "http", 2 * concurrency, concurrency)
+def measured(sites: Mapping[str, Site], case: Case, concurrency: int, plan: Plan) -> list[Row]:
+    """Measure one case on every store over gRPC, in memory over HTTP, and the bare server."""
+    count, first = plan.count(case, concurrency), next(iter(sites.values()))
+    sides = {store: (running, "grpc") for store, running in sites.items()}
+    if "memory" in sites:
+        sides["HTTP"] = sites["memory"], "http"
+    warm, *_ = [case.measure(running, transport, 2 * concurrency, concurrency) for running, transport in sides.values()]
     bare = [
         Exchange(f"/floor.Floor/Answer{len(answer)}", sent.body)
         for sent, answer in zip(warm.sent, warm.answers, strict=True)
     ]
-    running.client.send(running.floor, "grpc", [bare], 2 * concurrency, concurrency)
+    first.client.send(first.floor, "grpc", [bare], 2 * concurrency, concurrency)
+    runs: dict[str, list[Run]] = {name: [] for name in ("floor", *sides)}
     for _ in range(plan.rounds):
-        sides["floor"].append(running.client.send(running.floor, "grpc", [bare], count, concurrency))
-        sides["grpc"].append(case.measure(running, "grpc", count, concurrency))
-        sides["http"].append(case.measure(running, "http", count, concurrency))
+        runs["floor"].append(first.client.send(first.floor, "grpc", [bare], count, concurrency))
+        for name, (running, transport) in sides.items():
+            runs[name].append(case.measure(running, transport, count, concurrency))
     if case.blocks:
-        running.manager.forget("fresh")
-    floor, ours, http = (summed(sides[side]) for side in ("floor", "grpc", "http"))
-    clients = f"{concurrency} client{'s' if concurrency > 1 else ''}"
-    return [
-        _cost(f"{case.name}, {clients}", case, ours, floor),
-        *_times(f"{case.name}, {clients}", ours, floor),
-        _http_cost(f"{case.name}, {clients}, HTTP", http, ours),
-        *_times(f"{case.name}, {clients}, HTTP", http, floor),
-    ]
+        for running in sites.values():
+            running.manager.forget("fresh")
+    found = {name: summed(each) for name, each in runs.items()}
+    clients = f"{case.name}, {concurrency} client{'s' if concurrency > 1 else ''}"
+    rows = [row for store in sites for row in _rows_of(store, f"{store}: {clients}", case, found)]
+    if "HTTP" in found:
+        name = f"memory: {clients}, HTTP"
+        rows.append(_http_cost(name, found["HTTP"], found["memory"]))
+        rows += _times(name, found["HTTP"], found["floor"], is_judged=True)
+    return rows
 
 
 def summed(runs: Sequence[Run]) -> Measured:
-    """Return the median window's CPU time, and the times of the units of all windows."""
+    """Return the median window's CPU times, and the times of the units of all windows."""
     times = [each for run in runs for each in run.times_us]
-    return Measured(statistics.median(run.cpu_us for run in runs), quantile(times, 0.5), quantile(times, 0.99))
+    server, store = (
+        statistics.median(each) for each in zip(*((run.cpu_us, run.store_us) for run in runs), strict=True)
+    )
+    return Measured(server, store, quantile(times, 0.5), quantile(times, 0.99))
+
+
+def _rows_of(store: str, name: str, case: Case, found: Mapping[str, Measured]) -> list[Row]:
+    """Return the rows of one store on gRPC; those of memory are judged."""
+    ours, floor, unit = found[store], found["floor"], "write" if case.blocks else "request"
+    cost = _cost(name, case, ours, floor)
+    rows = [cost if store == "memory" else replace(cost, target="", ok=None)]
+    if store == "redis":
+        rows.append(Row(name, f"redis CPU per {unit}", ours.store_us, "us"))
+    return rows + _times(name, ours, floor, is_judged=store == "memory")
 
 
 def _cost(name: str, case: Case, ours: Measured, floor: Measured) -> Row:
@@ -193,36 +217,46 @@ def _http_cost(name: str, http: Measured, grpc: Measured) -> Row:
     return Row(name, "server CPU per request", http.cpu_us, "us", grpc.cpu_us, ratio, target, ratio <= MOST_HTTP)
 
 
-def _times(name: str, side: Measured, floor: Measured) -> list[Row]:
+def _times(name: str, side: Measured, floor: Measured, *, is_judged: bool) -> list[Row]:
     ratio = side.tail / floor.tail
+    target, ok = (f"value/floor <= {MOST_TAIL}", ratio <= MOST_TAIL) if is_judged else ("", None)
     return [
         Row(name, "p50", side.p50_us, "us", floor.p50_us, side.p50_us / floor.p50_us),
         Row(name, "p99", side.p99_us, "us", floor.p99_us, side.p99_us / floor.p99_us),
-        Row(name, "p99/p50", side.tail, "", floor.tail, ratio, f"value/floor <= {MOST_TAIL}", ratio <= MOST_TAIL),
+        Row(name, "p99/p50", side.tail, "", floor.tail, ratio, target, ok),
     ]
 
 
-def service(plan: Plan, only: str, settings: Sequence[str]) -> list[Row]:
-    """Measure every case whose name has `only` in it."""
-    with site(settings) as running:
-        chosen = [case for case in cases(running) if only in case.name]
+def service(plan: Plan, stores: Sequence[str], only: str, settings: Sequence[str]) -> list[Row]:
+    """Measure every case whose name has `only` in it, on managers that all run at once."""
+    with ExitStack() as stack:
+        sites = {
+            store: stack.enter_context(site(settings, store=store, settle_seconds=plan.settle_seconds))
+            for store in stores
+        }
+        found, *_ = [cases(running) for running in sites.values()]  # all store the same blocks
         return [
             row
-            for case in chosen
+            for case in found
+            if only in case.name
             for concurrency in plan.concurrencies
-            for row in measured(running, case, concurrency, plan)
+            for row in measured(sites, case, concurrency, plan)
         ]
 
 
 def main() -> int:
     parser = arguments(__doc__ or "")
     parser.add_argument("--scaling", action="store_true", help="keys per request and resident blocks instead")
+    parser.add_argument("--store", choices=STORES, nargs="+", default=STORES, help="where metadata is kept")
     parser.add_argument("--only", default="", help="cases with this text in their names")
     parser.add_argument("--clients", type=int, nargs="+", default=CONCURRENCIES, help="requests at the same time")
-    parser.add_argument("-e", "--env", action="append", default=[], help="a setting of the manager, key=value")
+    parser.add_argument("-e", "--env", action="append", default=[], help="a setting of the managers, key=value")
     options = parser.parse_args()
-    plan = Plan(1, 0.1, options.clients[:2]) if options.quick else Plan(5, 1.0, options.clients)
-    rows = scaling(options.quick) if options.scaling else service(plan, options.only, options.env)
+    plan = Plan(1, 0.1, options.clients[:1], QUICK_SETTLE) if options.quick else Plan(5, 1.0, options.clients)
+    if options.scaling:
+        rows = scaling(options.store, options.quick)
+    else:
+        rows = service(plan, options.store, options.only, options.env)
     met = publish("service: calls against a bare server", rows, options.json)
     return 0 if met or options.quick else 1
 

@@ -1,23 +1,27 @@
-"""What the number of keys in a request and the number of resident blocks cost: the part `--scaling` of service.py."""
+"""What the number of keys in a request and the number of resident blocks cost: the part `--scaling` of service.py.
+
+On every store, one after the other. Stores other than memory have fewer sizes and rounds, and no targets. Redis is
+measured beside its manager, in rows of its own; the manager's search cache has the blocks after the first lookup.
+"""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from report import Row
 from service_client import META, Exchange, key_of
-from service_site import Site, site
+from service_site import Run, Site, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
 __all__ = ["scaling"]
 
-KEYS = (256, 1024, 4096, 16384)
 MIDDLE = 1024
 FLAT = 0.3  # a key costs so much more or less than with 1,024 keys in the request
-RESIDENT = (10_000, 100_000, 1_000_000, 5_000_000)
 MOST_CHAIN, MOST_SCATTERED = 1.7, 2.5
 _CHAIN = 2048  # blocks that are written together
 _REQUESTS = 64  # different ones
@@ -27,34 +31,73 @@ _WINDOW = 1500  # requests; it lasts several of the rounds in which reads are wr
 _MOST_READS = 2000
 
 
-def scaling(is_quick: bool) -> list[Row]:
-    """Measure both."""
-    rounds, share = (1, 0.02) if is_quick else (5, 1.0)
-    with site() as running:
-        rows = per_key(running, rounds, share)
-    with site() as running:
-        sizes, window = (RESIDENT[:2], 64) if is_quick else (RESIDENT, _WINDOW)
-        return rows + per_resident(running, sizes, rounds, window)
+class Plan(NamedTuple):
+    """How much is measured on a store.
+
+    Attributes:
+        rounds: of each size.
+        share: of the requests that belong into a window of requests of one key.
+        keys: numbers of keys in a request; MIDDLE is one of them.
+        resident: numbers of blocks.
+        window: requests among so many blocks.
+    """
+
+    rounds: int
+    share: float
+    keys: Sequence[int]
+    resident: Sequence[int]
+    window: int
 
 
-def per_key(running: Site, rounds: int, share: float) -> list[Row]:
-    """Measure requests of more and more keys, less what a request of one key costs, with that share of the requests
-    that belong into a window."""
+MEMORY = Plan(5, 1.0, (256, MIDDLE, 4096, 16384), (10_000, 100_000, 1_000_000, 5_000_000), _WINDOW)
+OTHERS = Plan(3, 1.0, (256, MIDDLE, 4096), (10_000, 100_000, 1_000_000), _WINDOW)
+QUICK = Plan(1, 0.02, (256, MIDDLE), (10_000, 20_000), 64)
+
+
+class Cost(NamedTuple):
+    """CPU of a request in us."""
+
+    server: float
+    store: float
+
+    @classmethod
+    def of(cls, run: Run) -> Cost:
+        """Return what a request of a run cost."""
+        return cls(run.cpu_us, run.store_us)
+
+
+def scaling(stores: Sequence[str], is_quick: bool) -> list[Row]:
+    """Measure both on every store."""
+    rows: list[Row] = []
+    for store in stores:
+        plan = QUICK if is_quick else MEMORY if store == "memory" else OTHERS
+        with site(store=store) as running:
+            rows += per_key(running, plan)
+        with site(store=store) as running:
+            rows += per_resident(running, plan)
+    return rows
+
+
+def per_key(running: Site, plan: Plan) -> list[Row]:
+    """Measure requests of more and more keys, less what a request of one key costs."""
     for instance in ("read", "written"):
         running.manager.register(instance, 1)
-    for first in range(0, KEYS[-1], _CHAIN):
+    for first in range(0, plan.keys[-1], _CHAIN):
         running.manager.store("read", [key_of(number) for number in range(first, first + _CHAIN)])
 
-    def read(keys: int) -> float:
+    def read(keys: int) -> Cost:
         unit = [_match("read", [key_of(number) for number in range(keys)])]
-        return running.client.send(running.manager, "grpc", [unit], _count(keys, share), 1).cpu_us
+        return Cost.of(running.client.send(running.manager, "grpc", [unit], _count(keys, plan.share), 1))
 
-    def write(keys: int) -> float:
-        count = max(2, _count(keys, share) // 10)
-        return running.client.write(running.manager, "grpc", "written", keys, count, 1).cpu_us
+    def write(keys: int) -> Cost:
+        count = max(2, _count(keys, plan.share) // 10)
+        return Cost.of(running.client.write(running.manager, "grpc", "written", keys, count, 1))
 
     # What 256 keys cost is a tenth of what a request costs anyway.
-    return _per_key_rows("match", read, 3 * rounds) + _per_key_rows("start + finish", write, rounds)
+    reads = _costs(read, plan.keys, 3 * plan.rounds)
+    writes = _costs(write, plan.keys, plan.rounds)
+    store = running.store.name
+    return [*_per_key_rows(store, "match", reads), *_per_key_rows(store, "start + finish", writes)]
 
 
 def _count(keys: int, share: float) -> int:
@@ -62,20 +105,36 @@ def _count(keys: int, share: float) -> int:
     return max(4, int(share * _MOST_READS / (1 + keys / MIDDLE)))
 
 
-def _per_key_rows(what: str, measure: Callable[[int], float], rounds: int) -> list[Row]:
+def _costs(measure: Callable[[int], Cost], sizes: Sequence[int], rounds: int) -> dict[int, list[Cost]]:
+    """Return what requests of one key and of so many keys cost, in rounds."""
     measure(MIDDLE)
-    costs: dict[int, list[float]] = {keys: [] for keys in (1, *KEYS)}
+    costs: dict[int, list[Cost]] = {keys: [] for keys in (1, *sizes)}
     for _ in range(rounds):
         for keys, found in costs.items():
             found.append(measure(keys))
-    each = {keys: _median_of_differences(costs[keys], costs[1]) / (keys - 1) for keys in KEYS}
-    rows = [Row(f"{what}, 1 key", "server CPU per request", statistics.median(costs[1]), "us")]
-    for keys, cost in each.items():
-        ratio = cost / each[MIDDLE]
-        is_flat = 1 - FLAT <= ratio <= 1 + FLAT
-        metric, target = "server CPU per further key", f"value/that at {MIDDLE:,} within 1 +- {FLAT}"
-        rows.append(Row(f"{what}, {keys:,} keys", metric, cost, "us", each[MIDDLE], ratio, target, is_flat))
-    return rows
+    return costs
+
+
+def _per_key_rows(store: str, what: str, costs: dict[int, list[Cost]]) -> Iterator[Row]:
+    for part, process in enumerate(_processes(store)):
+        of_part = {keys: [cost[part] for cost in found] for keys, found in costs.items()}
+        alone = of_part.pop(1)
+        each = {keys: _median_of_differences(found, alone) / (keys - 1) for keys, found in of_part.items()}
+        yield Row(f"{store}: {what}, 1 key", f"{process} CPU per request", statistics.median(alone), "us")
+        for keys, cost in each.items():
+            ratio, case, metric = (
+                cost / each[MIDDLE],
+                f"{store}: {what}, {keys:,} keys",
+                f"{process} CPU per further key",
+            )
+            row = Row(case, metric, cost, "us", each[MIDDLE], ratio)
+            is_flat, target = 1 - FLAT <= ratio <= 1 + FLAT, f"value/that at {MIDDLE:,} within 1 +- {FLAT}"
+            yield replace(row, target=target, ok=is_flat) if store == "memory" else row
+
+
+def _processes(store: str) -> Sequence[str]:
+    """Return the processes of a store, in the order of the parts of a cost."""
+    return ("server", "redis") if store == "redis" else ("server",)
 
 
 def _median_of_differences(values: Sequence[float], fixed: Sequence[float]) -> float:
@@ -83,12 +142,12 @@ def _median_of_differences(values: Sequence[float], fixed: Sequence[float]) -> f
     return statistics.median(value - base for value, base in zip(values, fixed, strict=True))
 
 
-def per_resident(running: Site, sizes: Sequence[int], rounds: int, count: int) -> list[Row]:
+def per_resident(running: Site, plan: Plan) -> list[Row]:
     """Measure matches of 1,024 blocks of one chain, and of as many from anywhere, as blocks get more."""
     running.manager.register("many", 1)
     choice, resident, rows = random.Random(7), 0, []
     first: dict[str, float] = {}
-    for size in sizes:
+    for size in plan.resident:
         requests = -(-(size - resident) // _CHAIN)
         running.client.fill(running.manager, "many", _CHAIN, resident, requests)
         resident += requests * _CHAIN
@@ -97,13 +156,17 @@ def per_resident(running: Site, sizes: Sequence[int], rounds: int, count: int) -
             ("scattered", MOST_SCATTERED, [[_match("many", _any(choice, resident))] for _ in range(_REQUESTS)]),
         ):
             running.client.send(running.manager, "grpc", units, _REQUESTS, 1)
-            runs = [running.client.send(running.manager, "grpc", units, count, 1) for _ in range(rounds)]
+            runs = [running.client.send(running.manager, "grpc", units, plan.window, 1) for _ in range(plan.rounds)]
             assert len(pb.GetCacheLocationResponse.FromString(runs[-1].answers[0]).locations) == MIDDLE
-            cost = statistics.median(run.cpu_us for run in runs)
+            cost, store_cost = map(statistics.median, zip(*map(Cost.of, runs), strict=True))
             base = first.setdefault(what, cost)
-            name, metric = f"1,024 hits {what}, {resident:,} resident blocks", "server CPU per request"
+            name = f"{running.store.name}: 1,024 hits {what}, {resident:,} resident blocks"
             target = f"value/that of the fewest <= {most}"
-            rows.append(Row(name, metric, cost, "us", base, cost / base, target, cost / base <= most))
+            row = Row(name, "server CPU per request", cost, "us", base, cost / base)
+            is_judged = running.store.name == "memory"
+            rows.append(replace(row, target=target, ok=cost / base <= most) if is_judged else row)
+            if running.store.name == "redis":
+                rows.append(Row(name, "redis CPU per request", store_cost, "us"))
     return rows
 
 

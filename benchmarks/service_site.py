@@ -1,4 +1,7 @@
-"""What the service benchmark runs: a manager over the memory store, a bare server, a client process, each a process."""
+"""What the service benchmark runs: a manager, its store, a bare server and a client, each a process.
+
+Metadata is in memory, in RocksDB in a temporary directory, or in a Redis of its own without persistence.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -21,11 +25,16 @@ from service_client import META, Exchange, key_of
 
 from kvcm.protocol import meta_service_pb2 as pb
 
-__all__ = ["Client", "Floor", "Manager", "Run", "Site", "hash_keys", "site"]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
+from redis_servers import RedisServer, standalone
+
+__all__ = ["STORES", "Client", "Floor", "Manager", "Redis", "Run", "Site", "Store", "hash_keys", "opened", "site"]
 
 HERE = Path(__file__).parent
+STORES = ("memory", "rocksdb", "redis")
 SPEC_BYTES = 4096
-_SETTLE_SECONDS = 1.3  # a manager records reads once a second; the time of that belongs to the readers
+SETTLE_SECONDS = 1.3
+"""A manager records reads once a second; the time of that belongs to the readers."""
 _IDLE_SECONDS = 3.0
 _START_SECONDS = 60.0
 _OBSERVE_SECONDS = 0.05
@@ -37,6 +46,14 @@ def hash_keys(first: int, count: int) -> list[int]:
     return [key_of(number) for number in range(first, first + count)]
 
 
+class Spent(NamedTuple):
+    """Seconds of CPU that a server and the process of its store used up to a moment."""
+
+    at: float
+    server: float
+    store: float
+
+
 @dataclass(frozen=True, slots=True)
 class Process:
     """A server process.
@@ -46,29 +63,49 @@ class Process:
         ports: by transport.
         idle: seconds of CPU that it uses per second without requests.
         key: that it wants to be shown, "" for none.
+        database: the process that keeps its data, None where it does so itself.
+        settle_seconds: after which the work that requests left is done.
     """
 
     pid: int
-    ports: dict[str, int]
+    ports: dict[str, int] = field(default_factory=dict)
     idle: float = 0.0
     key: str = ""
+    database: Redis | None = None
+    settle_seconds: float = SETTLE_SECONDS
 
     def cpu_seconds(self) -> float:
         """Return what the process used so far, all threads, user and system: its CPU clock, as clock_getcpuclockid(3)
         names it. The same figure as utime + stime, in ns instead of ticks of 10 ms."""
         return time.clock_gettime((~self.pid << 3) | 2)
 
-    def settled_seconds(self) -> float:
-        """Return the same after what requests left to do is done, less what the process does meanwhile anyway."""
-        time.sleep(_SETTLE_SECONDS)
-        return self.cpu_seconds() - self.idle * _SETTLE_SECONDS
+    def spent(self) -> Spent:
+        """Return what it and its store used so far."""
+        store = self.database.cpu_seconds() if self.database is not None else 0.0
+        return Spent(time.monotonic(), self.cpu_seconds(), store)
+
+    def spent_since(self, begin: Spent) -> Spent:
+        """Return what both used since then, after what requests left to do is done, less what they use anyway."""
+        time.sleep(self.settle_seconds)
+        now = self.spent()
+        passed = now.at - begin.at
+        idle_store = self.database.idle if self.database is not None else 0.0
+        return Spent(
+            passed, now.server - begin.server - self.idle * passed, now.store - begin.store - idle_store * passed
+        )
 
     def knowing_idle(self) -> Self:
-        """Return this with `idle` measured."""
-        time.sleep(_SETTLE_SECONDS)
-        begin = self.cpu_seconds()
-        time.sleep(_IDLE_SECONDS)
-        return replace(self, idle=(self.cpu_seconds() - begin) / _IDLE_SECONDS)
+        """Return this with `idle` measured, its own and its store's."""
+        time.sleep(self.settle_seconds)
+        begin = self.spent()
+        time.sleep(_IDLE_SECONDS * self.settle_seconds / SETTLE_SECONDS)
+        now = self.spent()
+        server, store = ((now[at] - begin[at]) / (now.at - begin.at) for at in (1, 2))
+        return replace(self, idle=server, database=self.database and replace(self.database, idle=store))
+
+
+class Redis(Process):
+    """The server of a store."""
 
 
 class Manager(Process):
@@ -123,7 +160,7 @@ class Manager(Process):
 
 
 class Floor(Process):
-    """The bare server."""
+    """The bare server. It does nothing after its answers."""
 
 
 class Run(NamedTuple):
@@ -131,6 +168,7 @@ class Run(NamedTuple):
 
     Attributes:
         cpu_us: of the server, per unit, with what it did in the background for them.
+        store_us: the same of the process of its store, 0 where the server keeps its data itself.
         times_us: of the units, as the client saw them.
         answers: to the last unit.
         sent: the last unit.
@@ -138,6 +176,7 @@ class Run(NamedTuple):
     """
 
     cpu_us: float
+    store_us: float
     times_us: list[int]
     answers: list[bytes]
     sent: list[Exchange]
@@ -164,7 +203,7 @@ class Client:
         """Return the server's CPU per unit in us while it answers, without what it does for them later."""
         encoded = [[[each.target, base64.b64encode(each.body).decode()] for each in unit] for unit in units]
         begin, _ = self._ask(server, transport, {"units": encoded}, count, concurrency)
-        return (server.cpu_seconds() - begin) / count * 1e6
+        return (server.cpu_seconds() - begin.server) / count * 1e6
 
     def write(self, server: Process, transport: str, instance: str, blocks: int, count: int, concurrency: int) -> Run:
         """Start and finish so many writes of fresh blocks."""
@@ -179,20 +218,21 @@ class Client:
 
     def _run(self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int) -> Run:
         begin, reported = self._ask(server, transport, what, count, concurrency)
-        cpu_us = (server.settled_seconds() - begin) / count * 1e6
+        spent = server.spent_since(begin)
         answers = [base64.b64decode(answer) for answer in reported["answers"]]
         sent = [Exchange(target, base64.b64decode(body)) for target, body in reported["sent"]]
-        return Run(cpu_us, reported["times_us"], answers, sent, reported["smallest"])
+        server_us, store_us = (seconds / count * 1e6 for seconds in (spent.server, spent.store))
+        return Run(server_us, store_us, reported["times_us"], answers, sent, reported["smallest"])
 
     def _ask(
         self, server: Process, transport: str, what: dict[str, Any], count: int, concurrency: int
-    ) -> tuple[float, dict[str, Any]]:
-        """Return the server's CPU seconds when the requests begin, and the client's report on them."""
+    ) -> tuple[Spent, dict[str, Any]]:
+        """Return the CPU that was used when the requests begin, and the client's report on them."""
         job = {"transport": transport, "port": server.ports[transport], "count": count, "concurrency": concurrency}
         job["key"] = server.key
         self._say(json.dumps(job | what))
         assert self._receive() == "ready"
-        begin = server.cpu_seconds()
+        begin = server.spent()
         self._say("go")
         return begin, json.loads(self._receive())
 
@@ -208,30 +248,67 @@ class Client:
         return line.strip()
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Where a manager keeps its metadata.
+
+    Attributes:
+        name: one of STORES.
+        uri: of it.
+        server: its Redis, None for a store within the manager.
+    """
+
+    name: str
+    uri: str
+    server: RedisServer | None = None
+
+
+@contextlib.contextmanager
+def opened(name: str, directory: Path) -> Iterator[Store]:
+    """Provide an empty store inside the block; a Redis keeps nothing on disk."""
+    if name == "redis":
+        with standalone(directory / "redis") as servers:
+            yield Store(name, servers.uri("bench"), servers.server)
+    else:
+        yield Store(name, {"memory": "memory://", "rocksdb": f"local://{directory}/metadata"}[name])
+
+
 class Site(NamedTuple):
     """Everything that runs."""
 
     manager: Manager
     floor: Floor
     client: Client
+    store: Store
 
 
 @contextlib.contextmanager
-def site(settings: Sequence[str] = (), config_file: Path | None = None, code: Path | None = None) -> Iterator[Site]:
-    """Run a manager whose group is never full, a bare server, and a client.
+def site(
+    settings: Sequence[str] = (),
+    config_file: Path | None = None,
+    code: Path | None = None,
+    *,
+    store: str = "memory",
+    settle_seconds: float = SETTLE_SECONDS,
+) -> Iterator[Site]:
+    """Run a manager whose group is never full, its store, a bare server, and a client.
 
     Args:
         settings: more of the manager, as key=value.
         config_file: still more, which it can reload.
         code: checkout that the manager runs, this one by default.
+        store: one of STORES; a uri among the settings goes before it.
+        settle_seconds: to wait after each run; less than the default misses a part of its cost.
     """
     ports = {name: free_port() for name in _PORTS}
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="kvcm-site-") as temporary, contextlib.ExitStack() as stack:
+        directory = Path(temporary)
+        kept = stack.enter_context(opened(store, directory))
         given = [  # of one key the first counts
             *settings,
             *(f"kvcm.service.{name}={port}" for name, port in ports.items()),
-            "kvcm.registry_storage.uri=memory://",
-            f"kvcm.startup_config={_startup_config(Path(directory))}",
+            f"kvcm.registry_storage.uri={kept.uri}",
+            f"kvcm.startup_config={_startup_config(directory)}",
             f"kvcm.auth.admin_key_file={directory}/admin.key",
             "kvcm.limits.keys_per_second=0",  # one client may have all that the manager has
         ]
@@ -246,16 +323,15 @@ def site(settings: Sequence[str] = (), config_file: Path | None = None, code: Pa
         assert floor.stdout is not None
         floor_ports = {"grpc": int(floor.stdout.readline())}
         running = Manager(
-            manager.pid, {name.removesuffix("_port").replace("rpc", "grpc"): port for name, port in ports.items()}
+            manager.pid,
+            {name.removesuffix("_port").replace("rpc", "grpc"): port for name, port in ports.items()},
+            database=Redis(kept.server.process.pid) if kept.server is not None else None,
+            settle_seconds=settle_seconds,
         )
         running.ready()
-        if (key := Path(directory) / "admin.key").exists():
+        if (key := directory / "admin.key").exists():
             running = replace(running, key=key.read_text().strip())
-        yield Site(
-            running.knowing_idle(),
-            Floor(floor.pid, floor_ports),
-            Client(client),
-        )
+        yield Site(running.knowing_idle(), Floor(floor.pid, floor_ports, settle_seconds=0.0), Client(client), kept)
 
 
 def _startup_config(directory: Path) -> Path:

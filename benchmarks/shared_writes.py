@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +22,12 @@ from typing import NamedTuple
 
 from report import Row, arguments, publish
 from service_client import META, Exchange
-from service_site import Manager, Site, hash_keys, quantile, site
+from service_site import STORES, Manager, Site, hash_keys, quantile, site
 
 from kvcm.protocol import meta_service_pb2 as pb
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
-from redis_servers import RedisServer, standalone
+from redis_servers import RedisServer
 
 CLIENTS = 8
 TARGETS = {64: 0.31, 1024: 0.25}
@@ -38,7 +37,6 @@ COLD_MATCHES = 64
 MOST_BYTES = 260
 MOST_SCRIPT_US = 2000
 MOST_BESIDE_US, MOST_SERVED_US = 0.05, 0.5
-STORES = ("memory", "rocksdb", "redis")
 
 
 class Cost(NamedTuple):
@@ -57,26 +55,31 @@ class Side:
     """A manager of one commit.
 
     Attributes:
-        running: manager and client.
-        server: its Redis, None for a store within the manager.
-        uri: of the store.
+        running: manager, store and client.
         code: checkout that the manager runs.
     """
 
     running: Site
-    server: RedisServer | None
-    uri: str
     code: Path
+
+    @property
+    def server(self) -> RedisServer | None:
+        """Its Redis, None for a store within the manager."""
+        return self.running.store.server
+
+    @property
+    def uri(self) -> str:
+        """Of its store."""
+        return self.running.store.uri
 
     def store_seconds(self) -> float:
         """Return the CPU that the store has used so far."""
-        return time.clock_gettime((~self.server.process.pid << 3) | 2) if self.server is not None else 0.0
+        return self.running.manager.spent().store
 
     def write(self, blocks: int, count: int) -> Cost:
         """Start and finish so many writes."""
-        begin = self.store_seconds()
         run = self.running.client.write(self.running.manager, "grpc", "fresh", blocks, count, CLIENTS)
-        return Cost(run.cpu_us, (self.store_seconds() - begin) / count * 1e6)
+        return Cost(run.cpu_us, run.store_us)
 
     def calls(self) -> dict[str, int]:
         """Return how often each command ran so far, also within scripts."""
@@ -94,18 +97,11 @@ class Side:
 
 
 @contextlib.contextmanager
-def opened(store: str, code: Path, directory: Path) -> Iterator[Side]:
+def opened(store: str, code: Path) -> Iterator[Side]:
     """Run a manager of a checkout over an empty store."""
-    with contextlib.ExitStack() as stack:
-        server, uri = None, "memory://"
-        if store == "redis":
-            found = stack.enter_context(standalone(directory / "redis"))
-            server, uri = found.server, found.uri("bench")
-        elif store == "rocksdb":
-            uri = f"local://{directory}/metadata"
-        running = stack.enter_context(site((f"kvcm.registry_storage.uri={uri}",), code=code))
+    with site(code=code, store=store) as running:
         running.manager.register("fresh", 1)
-        yield Side(running, server, uri, code)
+        yield Side(running, code)
 
 
 def write_rows(store: str, sides: Sequence[Side], blocks: int, count: int, rounds: int) -> Iterator[Row]:
@@ -233,9 +229,8 @@ def measured(store: str, before: Path, is_quick: bool) -> list[Row]:
     """Measure one store."""
     rounds = 2 if is_quick else 9
     here = Path(__file__).parents[1]
-    with tempfile.TemporaryDirectory(prefix="kvcm-writes-") as directory, contextlib.ExitStack() as stack:
-        sides = [stack.enter_context(opened(store, code, Path(directory) / name)) for name, code in
-                 (("now", here), ("before", before))]  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        sides = [stack.enter_context(opened(store, code)) for code in (here, before)]
         rows = [
             *write_rows(store, sides, 64, 40 if is_quick else 300, rounds),
             *write_rows(store, sides, 1024, 8 if is_quick else 40, rounds),
