@@ -202,7 +202,7 @@ smoke: setup redis fuse mooncake iproute engines
 	mkdir -p build
 	$(BIN)/python benchmarks/gameday.py --quick --minutes 1 --seed 2 --json build/gameday.json
 	$(BIN)/python benchmarks/overload.py --quick --json build/overload.json
-	$(BIN)/python benchmarks/soak.py --quick --seconds 45 --json build/soak.json
+	$(BIN)/python benchmarks/soak.py --quick --seconds 15 --store rocksdb redis --json build/soak.json
 	$(BIN)/python benchmarks/reclaim.py --quick --json build/reclaim.json
 	$(MAKE) --jobs 3 --output-sync=target smoke-beside
 
@@ -262,8 +262,8 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/hosts.py --json benchmarks/results/hosts.json
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
-# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost; a quarter of an hour of
-# everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers;
+# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost, both on every store; a quarter of an
+# hour of everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers;
 # a group that moves between stores under load.
 # Two hours on two idle cores, 3 GB of memory.
 acceptance-service: setup redis

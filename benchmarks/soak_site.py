@@ -1,5 +1,5 @@
-"""What the soak runs: a manager over RocksDB whose groups are small, so that it evicts all the time, and a storage that
-is drained now and then."""
+"""What the soak runs: a manager over a store, with groups so small that it evicts all the time, and a storage that is
+drained now and then."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import grpc.aio
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "e2e"))
 from manager_site import GroupPlan, Manager, Wire, code_of, running
+from service_site import Store, opened
 from soak_actions import GROUPS, PART_BYTES, registration
 
 from kvcm.protocol import admin_service_pb2 as admin_pb
@@ -33,17 +34,17 @@ _PATIENCE_SECONDS = 180.0  # read leases and pins hold back deletions meanwhile
 
 
 @contextlib.contextmanager
-def soaked(directory: Path) -> Iterator[Manager]:
-    """Run a manager inside the block."""
+def soaked(directory: Path, store: str) -> Iterator[tuple[Manager, Store]]:
+    """Run a manager over a store inside the block."""
     settings = {
-        "kvcm.data_dir": str(directory / "data"),
         "kvcm.logger.access_log_sample": "0.01",
         # Slots of deleted blocks are remembered for so long; by default as long as the whole warm-up lasts.
         "kvcm.storage.slot_reuse_grace_ms": "5000",
     }
-    manager = Manager(directory / "manager", settings)
-    with running(manager):
-        yield manager
+    with opened(store, directory) as kept:
+        manager = Manager(directory / "manager", {"kvcm.registry_storage.uri": kept.uri, **settings})
+        with running(manager):
+            yield manager, kept
 
 
 def ports_of(manager: Manager) -> dict[str, dict[str, int]]:

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from kvcm.telemetry import metrics as catalog
 
-__all__ = ["Scrape", "Series", "Watch", "growth_per_second", "lag_quantile"]
+__all__ = ["Scrape", "Series", "Watch", "growth_per_second", "lag_quantile", "rss_bytes"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -86,8 +86,7 @@ class Watch:
             self.wrong.append(f"scrape {len(self.scrapes)}: {error!r}")
             return
         self._compare(samples)
-        rss = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * _PAGE
-        self.scrapes.append(Scrape(begin, rss, samples, seconds, len(text)))
+        self.scrapes.append(Scrape(begin, rss_bytes(self.pid), samples, seconds, len(text)))
 
     def _scraped(self, accept: str) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_TIMEOUT_SECONDS)
@@ -137,6 +136,11 @@ class Watch:
         known = {series for scrape in self.scrapes if scrape.at < moment for series in scrape.samples}
         later = {series for scrape in self.after(moment) for series in scrape.samples}
         return sorted(series for series in later - known if series[0] not in _CODES)
+
+
+def rss_bytes(pid: int) -> int:
+    """Return the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
 
 
 def growth_per_second(scrapes: Sequence[Scrape]) -> float:
