@@ -208,7 +208,7 @@ smoke: setup redis fuse mooncake iproute engines
 
 # The longest first.
 QUICK := connector crash group_move service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals weights_cost hostile_keys idle
+  mooncake_store mempool slots vitals weights_cost hostile_keys idle managers
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:
@@ -277,6 +277,7 @@ acceptance-service: setup redis
 	$(BIN)/python benchmarks/hostile_keys.py --json benchmarks/results/hostile_keys.json
 	$(BIN)/python benchmarks/fleet.py --json benchmarks/results/fleet.json
 	$(BIN)/python benchmarks/group_move.py --json benchmarks/results/group_move.json
+	$(BIN)/python benchmarks/managers.py --json benchmarks/results/managers.json
 
 # Connectors in real engines.
 acceptance-connectors: setup redis fuse engines

@@ -272,6 +272,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/performance.md", "overload", "overload.json", overload_table),
     ("docs/performance.md", "restarts", "restarts.json", judged_table),
     ("docs/performance.md", "fleet", "fleet.json", fleet_table),
+    ("docs/performance.md", "managers", "managers.json", judged_table),
     ("docs/performance.md", "claims", "", claims_table),
     ("docs/performance.md", "missed", "", missed_table),
     ("docs/gameday/index.md", "games", "", games_table),

@@ -125,7 +125,7 @@ class Site:
 
     def started(self) -> ManagerProcess:
         """Start one more manager; over RocksDB the same one again."""
-        settings = ["kvcm.leader_elector.lease_ms=2000", "kvcm.limits.keys_per_second=0"]
+        settings = ["kvcm.leader_elector.lease_ms=2000", "kvcm.limits.keys_per_second=0", "kvcm.limits.max_queue_ms=0"]
         if not self.redis:
             return start_manager(self.directory / "rocksdb", settings=settings)
         uris = [server.uri(f"scale{number}") for number, server in enumerate(self.redis)]
