@@ -1507,6 +1507,37 @@ def _place_runs(
         yield PlacedRun(run, BlockRun(run.keys, run.parent, run.depth, location, chunks))
 
 
+# Where chains go on.
+
+_MOST_DEPTHS = 1 << 14  # some 200 bytes each
+
+
+class _KnownDepths:
+    """Depths of the first and the last block of the latest writes of this manager, on a shared store.
+
+    A write that goes on behind such a last block need not read it, and one that begins with such a first block reads it
+    together with what is behind it. The depth of a block stays the same whatever becomes of it, since its key stands
+    for all of its prefix. The oldest are forgotten first.
+    """
+
+    def __init__(self) -> None:
+        self._depths: dict[tuple[int, int], int] = {}
+
+    def get(self, uid: int, key: int) -> int | None:
+        """Return the depth of a block of an instance, None where it is not remembered."""
+        return self._depths.get((uid, key))
+
+    def put_ends(self, uid: int, runs: Sequence[PlannedRun]) -> None:
+        """Remember the first and the last of the blocks that a write begins."""
+        first, last = runs[0], runs[-1]
+        ends = {first.keys[0]: first.depth, last.keys[-1]: last.depth + len(last.keys) - 1}
+        for key, depth in ends.items():
+            self._depths.pop((uid, key), None)
+            self._depths[uid, key] = depth
+        while len(self._depths) > _MOST_DEPTHS:
+            del self._depths[next(iter(self._depths))]
+
+
 # The start of a write.
 
 _EMPTY_SESSION_SECONDS = 10
@@ -1572,6 +1603,7 @@ class WriteSessions:
         self._new_id = new_id
         self._limits_of = limits_of
         self._disk = disk
+        self._depths = _KnownDepths()
         endings.on_ended = disk.end
         self.is_above_watermark: Callable[[InstanceGroup], bool] = lambda _group: False
         self.on_full: Callable[[str], None] = lambda _storage: None
@@ -1730,7 +1762,9 @@ class WriteSessions:
         if parent_key is None:
             return (None, 0), await self._records(cache, keys)
         if cache.index.is_shared:  # one round trip
-            parent, *records = await self._records(cache, (parent_key, *keys))
+            if (depth := self._depths.get(cache.placement.uid, parent_key)) is not None:
+                return (parent_key, depth + 1), await self._records(cache, keys)
+            parent, *records = await self._records(cache, (parent_key, *keys), has_parent=True)
         else:
             (parent,) = await cache.index.get([parent_key])
             records = await self._records(cache, keys)
@@ -1746,21 +1780,30 @@ class WriteSessions:
         draining = [name for name in group.storage_candidates if self._storages.is_draining(name)]
         return NotReadyError(f"{message}, of which {draining} are being drained" if draining else message)
 
-    async def _records(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
-        """Read the records, after expiring overdue writers: their blocks can be written again."""
+    async def _records(
+        self, cache: InstanceCache, keys: Sequence[int], *, has_parent: bool = False
+    ) -> list[BlockRecord | None]:
+        """Read the records, after expiring overdue writers: their blocks can be written again.
+
+        Args:
+            cache: of the instance.
+            keys: of the blocks.
+            has_parent: whether the first one is the parent of the others.
+        """
         with timed("manager.batch_get_location_time_us"):
-            records = await self._get(cache, keys)
+            records = await self._get(cache, keys, has_parent=has_parent)
         if not any(records):
             return records
         overdue = self._endings.overdue(zip(keys, records, strict=True))
         if not overdue:
             return records
         await self._endings.expire_writers(cache, overdue)
-        return await self._get(cache, keys)
+        return await self._get(cache, keys, has_parent=has_parent)
 
-    async def _get(self, cache: InstanceCache, keys: Sequence[int]) -> list[BlockRecord | None]:
+    async def _get(self, cache: InstanceCache, keys: Sequence[int], *, has_parent: bool) -> list[BlockRecord | None]:
         if cache.index.is_shared:  # its store suspends by itself, and is asked in few calls
-            return await cache.index.get_fresh(keys)
+            is_known = has_parent or (len(keys) > 0 and self._depths.get(cache.placement.uid, keys[0]) is not None)
+            return await cache.index.get_fresh(keys, is_head_known=is_known)
         records: list[BlockRecord | None] = []
         for page in batches(keys, cache.batch_keys):
             records += await cache.index.get(page)
@@ -1832,6 +1875,8 @@ class WriteSessions:
         try:
             with timed("manager.put_write_location_manager_us"):
                 left = await self._endings.begin(cache, session, placed.reservation, fresh)
+            if runs:
+                self._depths.put_ends(cache.placement.uid, placed.plan.runs)
             unstored = [run for run in runs if not run.planned.is_fresh]
             if left:
                 parts = (part for run in runs if run.planned.is_fresh for part in run.split(left))

@@ -249,11 +249,18 @@ class MetaIndex:
         with timed("meta_searcher.indexer_get_time_us"):
             return await read_records(self._backend, keys)
 
-    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
-        """Do `get` on a shared store, for blocks that are about to be written: few have a record."""
+    async def get_fresh(self, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
+        """Do `get` on a shared store, for blocks that are about to be written: few have a record.
+
+        Args:
+            keys: block keys, in order.
+            is_head_known: whether the first one has a record, as far as the caller knows. So has one that this index
+                answered for.
+        """
         measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(keys)})
         with timed("meta_searcher.indexer_get_time_us"):
-            return await read_fresh(cast("SharedBackend", self._backend), keys)
+            is_head_known = is_head_known or (len(keys) > 0 and self._answers.holds(keys[0]))
+            return await read_fresh(cast("SharedBackend", self._backend), keys, is_head_known=is_head_known)
 
     async def exists(self, keys: Sequence[int]) -> list[bool]:
         """Return for every key whether the index holds a record of it, whatever its status."""

@@ -207,6 +207,10 @@ class SearchCache(Generic[Cached]):
         """Whether an answer is kept, or read right now."""
         return bool(self._young or self._old or self._reads)
 
+    def holds(self, key: int) -> bool:
+        """Return whether the answer of a key is kept; it may be one of storages as they were."""
+        return key in self._young or key in self._old
+
     def lookup(self, keys: Sequence[int]) -> list[Cached | None]:
         """Return the answers that are known, None for the others."""
         if self._generation != self._view.generation:
@@ -406,6 +410,10 @@ class _NodeAnswers:
         """Whether a record is kept, or read right now."""
         return self._records.holds_any
 
+    def holds(self, key: int) -> bool:
+        """Return whether the record of a key is kept."""
+        return self._records.holds(key)
+
     def forget(self, keys: Iterable[int]) -> None:
         """Drop the records of keys that changed, and keep nothing of reads that are under way."""
         self._records.forget(keys)
@@ -571,6 +579,10 @@ class AnswerCache:
     def holds_any(self) -> bool:
         """Whether an answer is kept, or read right now."""
         return self._cache.holds_any or self._on_nodes.holds_any
+
+    def holds(self, key: int) -> bool:
+        """Return whether something is kept of a block: then there was one a moment ago."""
+        return self._cache.holds(key) or self._on_nodes.holds(key)
 
     def forget(self, keys: Sequence[int]) -> None:
         """The records of these keys changed, or may have."""

@@ -12,7 +12,7 @@ class RecordByRecord:
     ends_at_miss = False
     most_touched = 1024
 
-    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+    async def get_fresh(self, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
         records: list[BlockRecord | None] = await self.get_many(keys)  # type: ignore[attr-defined]
         return records
 

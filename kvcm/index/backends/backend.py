@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -602,9 +603,14 @@ class SharedBackend(IndexBackend, Protocol):
         each together as they are stored, more than were asked for maybe, and the records of the others. With
         `stop_at_miss` blocks after the first one that cannot be read may be missing."""
 
-    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+    async def get_fresh(self, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
         """Do `get_many` for blocks that are about to be written: few have a record, of which the first one may be the
-        parent of the others."""
+        parent of the others.
+
+        Args:
+            keys: in order.
+            is_head_known: whether the first one probably has a record: then it takes no round trip more that it has.
+        """
 
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then
@@ -635,9 +641,9 @@ async def read_records(backend: IndexBackend, keys: Sequence[int]) -> list[Block
     return await _measured_read(backend.get_many, keys)
 
 
-async def read_fresh(backend: SharedBackend, keys: Sequence[int]) -> list[BlockRecord | None]:
+async def read_fresh(backend: SharedBackend, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
     """Do `get_fresh`, and measure it."""
-    return await _measured_read(backend.get_fresh, keys)
+    return await _measured_read(partial(backend.get_fresh, is_head_known=is_head_known), keys)
 
 
 async def _measured_read(

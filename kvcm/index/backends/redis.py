@@ -908,7 +908,7 @@ class RedisBackend(SharedCounts):
     ) -> None:
         """Records are in Redis: `get_many`."""
 
-    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
+    async def get_fresh(self, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
         return await self.get_many(keys)
 
     def begin(self, run: BlockRun) -> None:

@@ -282,32 +282,36 @@ class RunsBackend(SharedCounts):
             return decode_uniform(values)
 
     @staged("read", "redis_runs.py:get_fresh")
-    async def get_fresh(self, keys: Sequence[int]) -> list[BlockRecord | None]:
-        """Read the tag of the first block by a script, and of the others only the index, by commands: mostly it knows
-        none of them. On one server, where all blocks have one tag, that is `get_many`."""
+    async def get_fresh(self, keys: Sequence[int], *, is_head_known: bool) -> list[BlockRecord | None]:
+        """Read the tag of the first block by a script where that one is known, and of all others only the index, by
+        commands: mostly it knows none of them, and a script would cost the server more to find that out."""
         tags = list(self._by_tag(keys).items())
-        if len(tags) < 2:
+        by_script: Sequence[int] = tags[0][1] if is_head_known and tags else ()
+        if len(by_script) == len(keys):
             return await self.get_many(keys)
+        others = [(self._tags[tag], positions) for tag, positions in (tags[1:] if by_script else tags)]
+        parts = [(tag, some) for tag, positions in others for some in _cut(positions, _MOST_KEYS_PER_READ)]
         members = pack_keys(keys)
-        first, *others = (positions for _, positions in tags)
-        commands = [(b"HMGET", self._tags[tag].places, *(members[i] for i in some)) for tag, some in tags[1:]]
-        of_first, answers = await asyncio.gather(
-            self.get_many([keys[i] for i in first]), self._client.execute(commands)
-        )
+        reading = self._client.execute([(b"HMGET", tag.places, *(members[i] for i in some)) for tag, some in parts])
+        of_first: Sequence[BlockRecord | None] = ()
+        if by_script:
+            of_first, answers = await asyncio.gather(self.get_many([keys[i] for i in by_script]), reading)
+        else:
+            answers = await reading
         records: list[BlockRecord | None] = [None] * len(keys)
-        for position, record in zip(first, of_first, strict=True):
+        for position, record in zip(by_script, of_first, strict=True):
             records[position] = record
-        names: defaultdict[int, dict[bytes, None]] = defaultdict(dict)
+        names: defaultdict[TagKeys, dict[bytes, None]] = defaultdict(dict)
         known: list[int] = []
-        for (tag, _), positions, ids in zip(tags[1:], others, answers, strict=True):
+        for (tag, positions), ids in zip(parts, answers, strict=True):
             for position, each in zip(positions, ids, strict=True):
                 if each is not None:
                     known.append(position)
-                    names[tag][self._tags[tag].runs + each] = None
+                    names[tag][tag.runs + each] = None
         if known:
-            some = await self._get_known([keys[i] for i in known], [list(each) for each in names.values()])
+            some_records = await self._get_known([keys[i] for i in known], [list(each) for each in names.values()])
             for position in known:
-                records[position] = some.get(keys[position])
+                records[position] = some_records.get(keys[position])
         return records
 
     async def _get_known(self, keys: Sequence[int], names: Sequence[Sequence[bytes]]) -> Mapping[int, BlockRecord]:
