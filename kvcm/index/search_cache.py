@@ -563,8 +563,9 @@ class AnswerCache:
         if not records and keys[0] in blocks:
             begin = blocks.index(keys[0])
             found = blocks[begin : begin + len(keys)]
-            # Mostly they are requested as they lie in the runs: no dictionary is needed.
-            if found == keys or (stop_at_miss and found == keys[: len(found)]):
+            # Mostly they are requested as they lie in the runs: no dictionary is needed. A request may also repeat a
+            # block, or go back to one before the first.
+            if found == keys or (stop_at_miss and found == keys[: len(found)] and keys[len(found)] not in blocks):
                 return list(chain.from_iterable([run.chunks for run in serving]))[begin : begin + len(found)]
         answers = {key: compose_answer(record, self._view) for key, record in records.items()}
         for run in serving:

@@ -513,6 +513,7 @@ def rows_of(keys: Sequence[int], rows: Sequence[tuple[int, int, int]], shuffled:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+@example(lengths=[2, 1], rows=[(1, 1, 1), (0, 1, 1)], shuffled=None, gone=0, is_fresh=False)
 @given(
     lengths=LENGTHS,
     rows=ROWS,
