@@ -35,6 +35,8 @@ MOST_HTTP = 3.0  # of the same case on gRPC
 MOST_US_PER_BLOCK = 8.0  # of a write, beside two bare servers
 CONCURRENCIES = (1, 8, 64)
 QUICK_SETTLE = 0.3
+SETTINGS = ("kvcm.limits.max_queue_ms=0",)
+"""No request is shed, however long other work on the machine lets it wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +233,7 @@ def service(plan: Plan, stores: Sequence[str], only: str, settings: Sequence[str
     """Measure every case whose name has `only` in it, on managers that all run at once."""
     with ExitStack() as stack:
         sites = {
-            store: stack.enter_context(site(settings, store=store, settle_seconds=plan.settle_seconds))
+            store: stack.enter_context(site((*settings, *SETTINGS), store=store, settle_seconds=plan.settle_seconds))
             for store in stores
         }
         found, *_ = [cases(running) for running in sites.values()]  # all store the same blocks
