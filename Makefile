@@ -262,9 +262,9 @@ acceptance-transfer: setup fuse mooncake
 	$(BIN)/python benchmarks/hosts.py --json benchmarks/results/hosts.json
 	$(BIN)/python benchmarks/killed_writers.py --json benchmarks/results/killed_writers.json
 
-# Calls to the service against a bare gRPC server; what keys per request and resident blocks cost, both on every store; a quarter of an
-# hour of everything at once; managers stopped under load; ten times what a manager can do; a fleet of engines on several managers;
-# a group that moves between stores under load.
+# Calls to the service against a bare gRPC server, and what keys per request and resident blocks cost, on every store; a
+# quarter of an hour of everything at once; managers stopped under load; ten times what a manager can do; a fleet of
+# engines on several managers; a group that moves between stores under load.
 # Two hours on two idle cores, 3 GB of memory.
 acceptance-service: setup redis
 	$(BIN)/python benchmarks/service.py --json benchmarks/results/service.json

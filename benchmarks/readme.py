@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,36 +34,157 @@ def match_table(rows: Rows) -> list[str]:
 
 
 def cpu_table(rows: Rows) -> list[str]:
-    """What one client's calls cost the server, of benchmarks/service.py."""
-    header = ["| call | manager, gRPC | bare handler | ratio | manager, HTTP |", "|---|---|---|---|---|"]
-    cost = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
-    return header + [
-        f"| {case.removesuffix(_ONE_CLIENT)} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | "
-        f"{row['value'] / row['baseline']:.1f}× | {cost[f'{case}, HTTP']['value']:,.0f} µs |"
-        for case, row in cost.items()
-        if case.endswith(_ONE_CLIENT)
+    """What one client's calls cost the manager on every store, and Redis, of benchmarks/service.py."""
+    header = [
+        "| call | memory | RocksDB | Redis: manager + Redis | bare handler | managers / bare handler |",
+        "|---|" + "---|" * 5,
     ]
+
+    def line(call: str) -> str:
+        *managers, _ = costs = _costs(rows, call)
+        memory, rocksdb, redis, of_redis = map(_us, costs)
+        bare, ratios = managers[0]["baseline"], ", ".join(f"{row['value'] / row['baseline']:.1f}" for row in managers)
+        name = call.removesuffix(_ONE_CLIENT)
+        return f"| {name} | {memory} µs | {rocksdb} µs | {redis} + {of_redis} µs | {bare:,.0f} µs | {ratios} |"
+
+    return header + [line(call) for call in _calls(rows) if call.endswith(_ONE_CLIENT)]
 
 
 def calls_table(rows: Rows) -> list[str]:
-    """A row for each case and number of clients, of benchmarks/service.py."""
-    cost = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
-    tail = {row["case"]: row["ratio"] for row in rows if row["metric"] == "p99/p50"}
+    """A row for each case and number of clients: CPU on every store over gRPC, of benchmarks/service.py."""
     header = [
-        "| call | gRPC | floor | gRPC/floor, or per block beside it | HTTP | HTTP/gRPC | tail/floor's, gRPC | HTTP |",
-        "|---|---|---|---|---|---|---|---|",
+        "| call | bare | memory | /bare, or per block | RocksDB | same | Redis: manager | same | Redis itself |",
+        "|---|" + "---|" * 8,
     ]
     return header + [
-        f"| {case} | {row['value']:,.0f} µs | {row['baseline']:,.0f} µs | {_beside_floor(row)} | "
-        f"{http['value']:,.0f} µs | {http['ratio']:.2f} | {tail[case]:.2f} | {tail[f'{case}, HTTP']:.2f} |"
-        for case, row in cost.items()
-        if (http := cost.get(f"{case}, HTTP")) is not None
+        f"| {call} | {costs[0]['baseline']:,.0f} µs | "
+        + "".join(f"{_us(row)} µs | {_beside_floor(row)} | " for row in costs[:3])
+        + f"{_us(costs[3])} µs |"
+        for call in _calls(rows)
+        for costs in [_costs(rows, call)]
     ]
+
+
+def transports_table(rows: Rows) -> list[str]:
+    """A row for each case and number of clients: HTTP beside gRPC, and the tails of times, of benchmarks/service.py."""
+    tail = {row["case"]: row["ratio"] for row in rows if row["metric"] == "p99/p50"}
+    header = [
+        "| call | gRPC | HTTP | HTTP/gRPC | tail/bare's, memory | HTTP | RocksDB | Redis |",
+        "|---|" + "---|" * 7,
+    ]
+    http = {row["case"]: row for row in rows if row["metric"].startswith("server CPU")}
+    tails = ("memory: {}", "memory: {}, HTTP", "rocksdb: {}", "redis: {}")
+    return header + [
+        f"| {call} | {row['baseline']:,.0f} µs | {row['value']:,.0f} µs | {row['ratio']:.2f} | "
+        f"{' | '.join(f'{tail[each.format(call)]:.2f}' for each in tails)} |"
+        for call in _calls(rows)
+        for row in [http[f"memory: {call}, HTTP"]]
+    ]
+
+
+def _calls(rows: Rows) -> list[str]:
+    """Return the cases of benchmarks/service.py, with the number of clients, without the store."""
+    named = (row["case"].partition(": ") for row in rows if row["metric"].startswith("redis CPU per"))
+    return [call for _, _, call in named]
+
+
+def _costs(rows: Rows, call: str) -> list[dict[str, Any]]:
+    """Return the CPU rows of a case: in memory, over RocksDB, on Redis, and of Redis itself."""
+    found = {(row["case"], row["metric"].partition(" per ")[0]): row for row in rows if " CPU per " in row["metric"]}
+    managers = [found[f"{store}: {call}", "server CPU"] for store in ("memory", "rocksdb", "redis")]
+    return [*managers, found[f"redis: {call}", "redis CPU"]]
+
+
+def _us(row: dict[str, Any]) -> str:
+    """Return a time; one that is nothing beside what the process uses anyway may have been measured below 0."""
+    return f"{max(0.0, row['value']):,.0f}"
 
 
 def _beside_floor(row: dict[str, Any]) -> str:
     unit = " µs" if row["metric"] == "server CPU per write" else ""
     return f"{row['ratio']:.2f}{unit}"
+
+
+class Costs(NamedTuple):
+    """CPU in µs of the managers over memory, RocksDB and Redis, and of Redis itself."""
+
+    memory: float
+    rocksdb: float
+    redis_manager: float
+    redis: float
+
+
+_BUSY = 0.7  # of a core; above that requests wait for one another
+_ENGINE_REQUESTS, _ENGINE_BLOCKS, _NEW_SHARES = 5, 2048, (0.03, 0.10)
+"""Requests that an engine sends a second, the blocks of each, and the share of them that is new and written."""
+
+
+def sizing_table(rows: Rows) -> list[str]:
+    """What a core serves, computed from the costs of benchmarks/service.py with eight clients."""
+    header = [
+        f"| {_BUSY:.0%} of a core | manager, memory | manager, RocksDB | manager, Redis | Redis itself |",
+        "|---|---|---|---|---|",
+    ]
+    lines = [
+        _served("lookups of 1,024 known blocks, 1/s", 1, _call_costs(rows, "1,024 hits")),
+        _served("blocks written by 64, 1/s", 64, _call_costs(rows, "start + finish, 64 fresh blocks")),
+        _served("blocks written by 1,024, 1/s", 1024, _call_costs(rows, "start + finish, 1,024 fresh blocks")),
+    ]
+    for share in _NEW_SHARES:
+        name = f"engines, {share:.0%} of blocks new"
+        lines.append(_served(name, 1 / _ENGINE_REQUESTS, _engine_request(rows, share)))
+    return header + lines
+
+
+def engines_line(rows: Rows) -> list[str]:
+    """How many engines a manager serves, in words."""
+    least, most = (
+        [_rounded_down(_BUSY * 1e6 / _ENGINE_REQUESTS / us) for us in _engine_request(rows, share)]
+        for share in reversed(_NEW_SHARES)
+    )
+    memory, rocksdb, redis, _ = (
+        f"{low} to {high}" if low < high else str(low) for low, high in zip(least, most, strict=True)
+    )
+    return [
+        f"A manager is one process with one event loop. With {_BUSY:.0%} of a core it serves {redis} engines on",
+        f"a Redis, {rocksdb} over RocksDB and {memory} in memory ([how that is computed](docs/operations.md#sizing)).",
+    ]
+
+
+def _call_costs(rows: Rows, call: str) -> Costs:
+    return Costs(*(row["value"] for row in _costs(rows, f"{call}, 8 clients")))
+
+
+def _engine_request(rows: Rows, new_share: float) -> Costs:
+    """Return what a lookup costs whose last blocks are new, with the write of these.
+
+    Costs grow linearly with blocks, through those of 64 and 1,024. The miss at the end costs as much more than in
+    memory as where all blocks are missing: either way the first blocks that the search cache does not have are read.
+    """
+    written = new_share * _ENGINE_BLOCKS
+    hits = _linear(_call_costs(rows, "64 hits"), _call_costs(rows, "1,024 hits"), _ENGINE_BLOCKS - written)
+    writes = ("start + finish, 64 fresh blocks", "start + finish, 1,024 fresh blocks")
+    write = _linear(*(_call_costs(rows, call) for call in writes), written)
+    misses = _call_costs(rows, "1,024 misses")
+    miss = Costs(0, max(0, misses.rocksdb - misses.memory), misses.redis_manager - misses.memory, misses.redis)
+    return Costs(*map(sum, zip(hits, miss, write, strict=True)))
+
+
+def _linear(of_64: Costs, of_1024: Costs, blocks: float) -> Costs:
+    share = (blocks - 64) / (1024 - 64)
+    return Costs(*(small + (large - small) * share for small, large in zip(of_64, of_1024, strict=True)))
+
+
+def _served(name: str, units: float, costs: Costs) -> str:
+    """Return a line with how many units a second a part of a core serves, where a call costs so much."""
+    cells = ("–" if us < 1 else f"{_rounded_down(_BUSY * 1e6 * units / us):,}" for us in costs)
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _rounded_down(number: float) -> int:
+    """Return a number with two digits, and zeros."""
+    unit = 10 ** max(0, len(str(int(number))) - 2)
+    return int(number) // unit * unit
 
 
 def turns_table(rows: Rows) -> list[str]:
@@ -264,8 +385,11 @@ def _beside(row: dict[str, Any]) -> str:
 TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("README.md", "match", "match.json", match_table),
     ("README.md", "cpu", "service.json", cpu_table),
+    ("README.md", "engines", "service.json", engines_line),
     ("README.md", "passes", "optimizer.json", passes_table),
     ("docs/performance.md", "calls", "service.json", calls_table),
+    ("docs/performance.md", "transports", "service.json", transports_table),
+    ("docs/operations.md", "sizing", "service.json", sizing_table),
     ("docs/performance.md", "scaling", "service_scaling.json", costs_table),
     ("docs/performance.md", "keys", "auth_cost.json", keys_table),
     ("docs/performance.md", "soak", "soak.json", judged_table),
