@@ -1,9 +1,9 @@
 """Claim: nothing that a manager does grows with the blocks in its store, and readers hardly notice its duties.
 
-Managers are processes that a client calls over gRPC. Blocks of one spec are written in writes of 1,024, four to a
-chain. Over RocksDB and on one Redis the same is measured with a million blocks and with ten million: lookups of random
-prefixes, nearly all of which no search cache has, quiet and while the manager writes, evicts at its watermark, recounts
-usage and takes over from a killed leader; the start of a manager; bytes per block.
+Managers are processes that a client calls over gRPC. Blocks of one spec are written in chains of 1,024. Over RocksDB
+and on one Redis the same is measured with a million blocks and with ten million: lookups of random prefixes, nearly all
+of which no search cache has, quiet and while the manager writes, evicts at its watermark, recounts usage and takes over
+from a killed leader; the start of a manager; bytes per block.
 
 A hundred million blocks are ten groups in ten Redis stores behind one registry. As many stores as `--stores` says are
 filled, each with as many blocks as the first; the same is measured over all of them and compared with one store. What
@@ -29,6 +29,7 @@ import grpc.aio
 import numpy as np
 from report import Row, arguments, publish
 from server_process import META
+from service_site import startup_config
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 from manager_process import ManagerProcess, start_manager
@@ -39,7 +40,7 @@ from kvcm.protocol import admin_service_pb2_grpc
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import group_service_pb2, group_service_pb2_grpc
 
-CHAIN, WRITE = 4096, 1024
+CHAIN = 1024
 PREFIXES = (64, 256, 1024)
 BLOCK_BYTES = 4096
 WRITERS = 3
@@ -50,6 +51,7 @@ MOST_REDIS_BYTES = 260.0
 MOST_RESIDENT_BYTES = 400.0
 MOST_START_US = 6.0
 NO_MARK = 1 << 60
+START_SECONDS = 300.0
 OPTIONS = (("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1))
 
 
@@ -125,9 +127,14 @@ class Site:
 
     def started(self) -> ManagerProcess:
         """Start one more manager; over RocksDB the same one again."""
-        settings = ["kvcm.leader_elector.lease_ms=2000", "kvcm.limits.keys_per_second=0", "kvcm.limits.max_queue_ms=0"]
+        settings = [
+            "kvcm.leader_elector.lease_ms=2000",
+            "kvcm.limits.keys_per_second=0",
+            "kvcm.limits.max_queue_ms=0",
+            f"kvcm.startup_config={startup_config(self.directory)}",
+        ]
         if not self.redis:
-            return start_manager(self.directory / "rocksdb", settings=settings)
+            return start_manager(self.directory / "rocksdb", settings=settings, start_seconds=START_SECONDS)
         uris = [server.uri(f"scale{number}") for number, server in enumerate(self.redis)]
         settings.append(f"kvcm.registry_storage.uri={uris[0]}")
         if uris[1:]:
@@ -139,7 +146,16 @@ class Site:
         """Add a group with an instance; the blocks of the n-th lie in the n-th store."""
         number = len(self.blocks)
         name = f"g{number}"
-        self.manager.add_group(name, "nfs_01")
+        with self._channel() as channel:
+            admin = admin_service_pb2_grpc.AdminServiceStub(channel)  # type: ignore[no-untyped-call]
+            group = admin.GetInstanceGroup(admin_pb.GetInstanceGroupRequest(name="default")).instance_group
+            group.name = group.global_quota_group_name = name
+            group.cache_config.data_storage_strategy = admin_pb.CPS_PREFER_3FS
+            indexer = group.cache_config.meta_indexer_config
+            indexer.mutex_shard_num, indexer.meta_storage_backend_config.storage_type = 16, "local"
+            indexer.meta_cache_policy_config.type = "LRU"
+            status = admin.CreateInstanceGroup(admin_pb.CreateInstanceGroupRequest(instance_group=group)).header.status
+        assert status.code == admin_pb.OK, status.message
         if number:
             with self._channel() as channel:
                 groups = group_service_pb2_grpc.GroupServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -219,11 +235,9 @@ class Client:
         answer = pb.CommonResponse.FromString(await self.call("RegisterInstance", request))
         assert answer.header.status.code == pb.OK, answer
 
-    async def write(self, group: int, keys: Sequence[int], parent: int | None = None) -> None:
+    async def write(self, group: int, keys: Sequence[int]) -> None:
         """Write fresh blocks."""
         start = pb.StartWriteCacheRequest(instance_id=f"m{group}", block_keys=keys, write_timeout_seconds=60)
-        if parent is not None:
-            start.parent_block_key = parent
         started = pb.StartWriteCacheResponse.FromString(await self.call("StartWriteCache", start))
         assert started.header.status.code == pb.OK, started.header
         finish = pb.FinishWriteCacheRequest(instance_id=f"m{group}", write_session_id=started.write_session_id)
@@ -237,9 +251,7 @@ class Client:
 
         async def write_chains() -> None:
             for chain in chains:
-                keys = chain_keys(group, chain)
-                for first in range(0, CHAIN, WRITE):
-                    await self.write(group, keys[first : first + WRITE], keys[first - 1] if first else None)
+                await self.write(group, chain_keys(group, chain))
 
         await asyncio.gather(*(write_chains() for _ in range(WRITERS)))
         self._site.blocks[group] = blocks // CHAIN * CHAIN
@@ -477,10 +489,10 @@ def main() -> int:
     parser.add_argument("--stores", type=int, default=5, help="Redis stores to fill")
     parser.add_argument("--only", choices=("Redis", "RocksDB"), help="one kind of store")
     options = parser.parse_args()
-    small, large = 244 * CHAIN, options.blocks // CHAIN * CHAIN
+    small, large = 976 * CHAIN, options.blocks // CHAIN * CHAIN
     plans = {"RocksDB": [[small], [large]], "Redis": [[small], [large], [large] * options.stores]}
     if options.quick:
-        plans = {"RocksDB": [[8 * CHAIN]], "Redis": [[8 * CHAIN] * 2]}
+        plans = {"RocksDB": [[32 * CHAIN]], "Redis": [[32 * CHAIN] * 2]}
     rows: list[Row] = []
     for store, steps in plans.items():
         if options.only in (None, store):

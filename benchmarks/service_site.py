@@ -28,7 +28,20 @@ from kvcm.protocol import meta_service_pb2 as pb
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
 from redis_servers import RedisServer, standalone
 
-__all__ = ["STORES", "Client", "Floor", "Manager", "Redis", "Run", "Site", "Store", "hash_keys", "opened", "site"]
+__all__ = [
+    "STORES",
+    "Client",
+    "Floor",
+    "Manager",
+    "Redis",
+    "Run",
+    "Site",
+    "Store",
+    "hash_keys",
+    "opened",
+    "site",
+    "startup_config",
+]
 
 HERE = Path(__file__).parent
 STORES = ("memory", "rocksdb", "redis")
@@ -308,7 +321,7 @@ def site(
             *settings,
             *(f"kvcm.service.{name}={port}" for name, port in ports.items()),
             f"kvcm.registry_storage.uri={kept.uri}",
-            f"kvcm.startup_config={_startup_config(directory)}",
+            f"kvcm.startup_config={startup_config(directory)}",
             f"kvcm.auth.admin_key_file={directory}/admin.key",
             "kvcm.limits.keys_per_second=0",  # one client may have all that the manager has
         ]
@@ -334,7 +347,7 @@ def site(
         yield Site(running.knowing_idle(), Floor(floor.pid, floor_ports, settle_seconds=0.0), Client(client), kept)
 
 
-def _startup_config(directory: Path) -> Path:
+def startup_config(directory: Path) -> Path:
     """Write the built-in storage and group for any number of blocks."""
     storage = {"root_path": f"{directory}/nfs/", "key_count_per_file": 8}
     document = {

@@ -114,6 +114,7 @@ def start_manager(
     ports: dict[str, int] | None = None,
     settings: Sequence[str] = (),
     credentials: grpc.ChannelCredentials | None = None,
+    start_seconds: float = _START_SECONDS,
 ) -> ManagerProcess:
     """Start a manager and wait until it is healthy; with credentials where its settings have it speak TLS."""
     ports = ports or {name: free_port() for name in _PORTS}
@@ -126,15 +127,17 @@ def start_manager(
         data_dir, ports, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     )
     try:
-        _wait_until_healthy(manager, credentials)
+        _wait_until_healthy(manager, credentials, start_seconds)
     except BaseException:
         manager.kill()
         raise
     return manager
 
 
-def _wait_until_healthy(manager: ManagerProcess, credentials: grpc.ChannelCredentials | None) -> None:
-    deadline = time.monotonic() + _START_SECONDS
+def _wait_until_healthy(
+    manager: ManagerProcess, credentials: grpc.ChannelCredentials | None, start_seconds: float
+) -> None:
+    deadline = time.monotonic() + start_seconds
     address = f"127.0.0.1:{manager.ports['admin_rpc_port']}"
     with grpc.secure_channel(address, credentials) if credentials else grpc.insecure_channel(address) as channel:
         stub = admin_service_pb2_grpc.AdminServiceStub(channel)
