@@ -243,14 +243,22 @@ class RocksBackend(MemoryBackend):
         self, rows: NDArray[np.int64], keys: Sequence[int], location: Location, chunks: Sequence[bytes]
     ) -> PutRows:
         with timed("meta_searcher.index_serialize_time_us"):
-            payloads = encode_payloads(location, *self._blocks.chain_columns(rows), chunks)
+            # In the order of the database, which takes and writes them a fifth cheaper then.
+            stored_keys = unmixed_array(keys)
+            order = np.argsort(stored_keys.view(np.uint64))
+            ordered_chunks = list(map(chunks.__getitem__, order.tolist()))
+            payloads = encode_payloads(location, *self._blocks.chain_columns(rows[order]), ordered_chunks)
+            addresses = self._addresses_of(BLOCKS, stored_keys[order])
         if current_measures() is not None:
             measure("meta_indexer.io_data_size", sum(map(len, payloads)))
-        return self._addresses(BLOCKS, keys), payloads
+        return addresses, payloads
 
     def _addresses(self, kind: bytes, keys: Sequence[int]) -> Sequence[bytes]:
-        found = np.empty(len(keys), _ADDRESSES)
-        found["kind"], found["uid"], found["key"] = kind, self._uid, unmixed_array(keys)
+        return self._addresses_of(kind, unmixed_array(keys))
+
+    def _addresses_of(self, kind: bytes, stored_keys: NDArray[np.int64]) -> Sequence[bytes]:
+        found = np.empty(len(stored_keys), _ADDRESSES)
+        found["kind"], found["uid"], found["key"] = kind, self._uid, stored_keys
         addresses: list[bytes] = found.view(f"V{ADDRESS.size}").tolist()
         return addresses
 
