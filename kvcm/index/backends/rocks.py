@@ -243,22 +243,14 @@ class RocksBackend(MemoryBackend):
         self, rows: NDArray[np.int64], keys: Sequence[int], location: Location, chunks: Sequence[bytes]
     ) -> PutRows:
         with timed("meta_searcher.index_serialize_time_us"):
-            # In the order of the database, which takes and writes them a fifth cheaper then.
-            stored_keys = unmixed_array(keys)
-            order = np.argsort(stored_keys.view(np.uint64))
-            ordered_chunks = list(map(chunks.__getitem__, order.tolist()))
-            payloads = encode_payloads(location, *self._blocks.chain_columns(rows[order]), ordered_chunks)
-            addresses = self._addresses_of(BLOCKS, stored_keys[order])
+            payloads = encode_payloads(location, *self._blocks.chain_columns(rows), chunks)
         if current_measures() is not None:
             measure("meta_indexer.io_data_size", sum(map(len, payloads)))
-        return addresses, payloads
+        return self._addresses(BLOCKS, keys), payloads
 
     def _addresses(self, kind: bytes, keys: Sequence[int]) -> Sequence[bytes]:
-        return self._addresses_of(kind, unmixed_array(keys))
-
-    def _addresses_of(self, kind: bytes, stored_keys: NDArray[np.int64]) -> Sequence[bytes]:
-        found = np.empty(len(stored_keys), _ADDRESSES)
-        found["kind"], found["uid"], found["key"] = kind, self._uid, stored_keys
+        found = np.empty(len(keys), _ADDRESSES)
+        found["kind"], found["uid"], found["key"] = kind, self._uid, unmixed_array(keys)
         addresses: list[bytes] = found.view(f"V{ADDRESS.size}").tolist()
         return addresses
 
