@@ -207,8 +207,8 @@ smoke: setup redis fuse mooncake iproute engines
 	$(MAKE) --jobs 3 --output-sync=target smoke-beside
 
 # The longest first.
-QUICK := connector crash group_move service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals weights_cost hostile_keys idle managers
+QUICK := connector crash managers group_move service capacity auth_cost live_tuning scale index optimizer layout match transfer \
+  mooncake_store mempool slots vitals weights_cost hostile_keys idle
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:
