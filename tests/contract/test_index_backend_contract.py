@@ -16,7 +16,7 @@ from index_backends import ALONE, KINDS, SHARED, Rig, opened
 from index_records import check_sums, listed, place, record, recount, used, write
 from thoroughness import examples
 
-from kvcm.index.backends.backend import Access, Change, IndexBackend
+from kvcm.index.backends.backend import Access, Change, IndexBackend, SharedBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
@@ -171,14 +171,15 @@ async def most_are_gone(backend: IndexBackend) -> None:
 
 @pytest.mark.parametrize("history", [never_touched, half_came_back_often, most_are_gone])
 async def test_samples_are_fair(backend: IndexBackend, history: Callable) -> None:  # type: ignore[type-arg]
-    """Chi square over 63 degrees of freedom stays below 113 in 9,999 of 10,000 fair draws; the seed is fixed."""
+    """Chi square over 63 degrees of freedom stays below 150 in all but one of 10^8 fair draws. The seed does not fix
+    them on Redis, where runs of one age stand in any order; blocks drawn six times as often make it 300 and more."""
     await history(backend)
     for size in (1, 16):
         random, counts = Random(2024), Counter[int]()
         for _ in range((640 if backend.awaits else 9600) // size):
             counts.update(await backend.random_sample(size, random))
         assert set(counts) == set(range(64))
-        assert chi_square(range(64), counts) < 113
+        assert chi_square(range(64), counts) < 150
 
 
 # ── Index backend changes ──
@@ -198,6 +199,28 @@ async def managers(request: pytest.FixtureRequest) -> AsyncIterator[Managers]:
         assert rig.beside is not None
         ours = rig.fresh()
         yield ours, rig.beside(ours)
+
+
+async def test_blocks_that_are_read_around_others_are_as_if_read_alone(
+    managers: tuple[SharedBackend, SharedBackend],
+) -> None:
+    """Chains with a branch and a gap: of a shared store more blocks come than were asked for, up to a number."""
+    ours, _ = managers
+    chain, branch = range(1, 1001), range(1001, 1101)
+    parents = {key: key - 1 or None for key in chain} | {key: key - 1 for key in branch} | {branch[0]: chain[500]}
+    depths = {key: key - 1 for key in chain} | {key: 501 + at for at, key in enumerate(branch)}
+    for part in (chain[:300], chain[300:], branch):
+        await write(ours, {key: record(parent=parents[key], depth=depths[key]) for key in part})
+    await write(ours, {chain[700]: None})
+    every = [*chain, *branch, 5000]
+    stored = {key: each for key, each in zip(every, await ours.get_many(every), strict=True) if each is not None}
+    for asked in ([1], [500, 701, 5000], [1050], every):
+        for most in (1, 64, 1 << 20):
+            found = await ours.get_around(asked, most)
+            assert found.items() <= stored.items()
+            assert found.keys() & set(asked)
+            assert len(found) <= most + 2 * 64 * 16
+        assert found.keys() >= stored.keys() & set(asked)
 
 
 async def everything(backend: IndexBackend) -> list[object]:
