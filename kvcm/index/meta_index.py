@@ -474,6 +474,11 @@ class MetaIndex:
             changes[i] = Change(changes[i].key, None, None, refused=True)
         return changes, min(len(arriving), free)
 
+    async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
+        """Return the records of blocks of a shared store, and of those that lie together with them or with what
+        follows: about `most` in all."""
+        return await cast("SharedBackend", self._backend).get_around(keys, most)
+
     async def children(self, key: int) -> list[int]:
         """Return the blocks that directly follow `key` in some prefix chain."""
         return await self._backend.children(key)

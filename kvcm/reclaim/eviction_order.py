@@ -525,7 +525,7 @@ def _summaries(blocks: ResidentBlocks) -> Summaries:
 # sieve and s3fifo become second chances: a block that was read and is passed over goes back to the hot end with its
 # reads used up.
 
-_TIMES = 4  # candidates per victim: some are pinned, being deleted, or of another storage
+_TIMES = 2  # candidates per victim: some are pinned, being deleted, or of another storage
 _TIMES_SAMPLED = 16
 _LEAST = 256
 _MOST_SWEEPS = 16  # windows in which too little was not read, in a row

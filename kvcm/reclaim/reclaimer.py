@@ -54,7 +54,7 @@ __all__ = ["EvictionRecord", "NeedProgress", "NeedQueue", "Payment", "ReclaimSta
 # Victims of one choice, gathered and marked together.
 
 _BLOCKS = 32  # the longest that requests wait for
-_SHARED_BLOCKS = 256
+_SHARED_BLOCKS = 512
 
 
 class _VictimBatch:

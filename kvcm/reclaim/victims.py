@@ -15,6 +15,7 @@ only the copies that help.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
@@ -143,6 +144,7 @@ def newly_deleting(old: BlockRecord | None, new: BlockRecord | None) -> list[Loc
 
 _NOTHING: frozenset[str] = frozenset()
 _MOST_DESCENDANTS = 4096  # that are read ahead: a block may have a million
+_SHARED_BLOCKS_WITHOUT_YIELD = 256  # a millisecond
 
 
 class Chains:
@@ -171,6 +173,11 @@ class Chains:
         """Whether the index is read over the network."""
         return self._index.is_shared
 
+    @property
+    def most_descendants(self) -> int:
+        """How many blocks behind a candidate are searched."""
+        return _MOST_SHARED_DESCENDANTS if self.is_shared else MOST_DESCENDANTS
+
     async def prefetch_families(self, keys: Collection[int]) -> None:
         """Read blocks and their children in a few calls: one by one over the network, each costs a round trip to every
         shard of the store."""
@@ -179,6 +186,28 @@ class Chains:
         await self.families(keys)
         followers = [child for key in keys for child in self._families[key]]
         await self.records(followers[:_MOST_DESCENDANTS])
+
+    async def read_ahead(self, key: int, most: int) -> None:
+        """Read what follows a block of a shared store, about so many blocks: level by level each block of a chain would
+        cost two round trips."""
+        if not self.is_shared:
+            return
+        known, seen, unread, read = [key], {key}, list[int](), 0
+        while True:
+            while known:
+                parent = known.pop()
+                if parent in self._families:
+                    known += (children := [child for child in self._families[parent] if child not in seen])
+                    seen.update(children)
+                else:
+                    unread.append(parent)
+            if not unread or read >= most:
+                return
+            around = await self._index.get_around(unread[: most - read], most - read)
+            read += len(around)
+            self._records.update(around)
+            await self.families(around)
+            known, unread = [each for each in unread if each in around], []
 
     async def renew(self) -> None:
         """Read again: other managers may have changed the records."""
@@ -220,11 +249,14 @@ class Chains:
     async def living(self, keys: Sequence[int]) -> list[tuple[int, BlockRecord]]:
         """Return the blocks that readers or writers still use."""
         self._blocks_read += len(keys)
+        if self.is_shared and self._blocks_read % _SHARED_BLOCKS_WITHOUT_YIELD < len(keys):
+            await asyncio.sleep(0)  # blocks read ahead are gone through without asking the store
         records = zip(keys, await self.records(keys), strict=True)
         return [(key, record) for key, record in records if record is not None and self.is_living(key, record)]
 
-    async def family(self, key: int, most: int) -> dict[int, BlockRecord] | None:
-        """Return a block and all living descendants with their records, None where there are more than `most`."""
+    async def family(self, key: int) -> dict[int, BlockRecord] | None:
+        """Return a block and all living descendants with their records, None where there are too many."""
+        await self.read_ahead(key, self.most_descendants)
         found: dict[int, BlockRecord] = {}
         level, seen = await self.living([key]), {key}
         while level:
@@ -232,7 +264,7 @@ class Chains:
             await self.families([parent for parent, _ in level])
             below = [child for parent, _ in level for child in await self.children(parent) if child not in seen]
             seen.update(below)
-            if len(seen) > most:
+            if len(seen) > self.most_descendants:
                 return None
             level = await self.living(below)
         return found
@@ -276,6 +308,9 @@ class Chains:
 MOST_DESCENDANTS = 1024
 """Blocks behind a candidate that are searched for the coldest leaf: some milliseconds. A system prompt with more
 descendants is skipped: they have their own turn."""
+_MOST_SHARED_DESCENDANTS = 16 * MOST_DESCENDANTS
+"""The same over a shared store, where the order names the heads of chains and requests run meanwhile: a chain of 16,384
+blocks, half a million tokens of blocks of 32, has its tail found from its head."""
 _Leaf = tuple[float, int, int]
 """When it was read, its depth with the sign turned, its key."""
 
@@ -283,7 +318,7 @@ _Leaf = tuple[float, int, int]
 class _TailFirst:
     """The living descendants of a block in the order in which they are to go, and the block itself at last.
 
-    None where more than `MOST_DESCENDANTS` blocks follow.
+    None where more than `Chains.most_descendants` blocks follow.
 
     The caller selects a block (`Chains.choose`) before the next call, or does not: then no block before it in its
     chain is returned either, since that block would lose its prefix.
@@ -295,7 +330,7 @@ class _TailFirst:
 
     Attributes:
         seen: the block and its descendants, after the first call.
-        crowded: those of `seen` that half of `MOST_DESCENDANTS` blocks follow, where too many follow the block itself.
+        crowded: those of `seen` that half as many blocks follow, where too many follow the block itself.
     """
 
     def __init__(self, chains: Chains, key: int, is_barren: Callable[[int], bool]) -> None:
@@ -319,8 +354,9 @@ class _TailFirst:
 
     async def _grow_from(self, key: int) -> None:
         """Find the leaves at and below a block, level by level."""
+        most, parents = self._chains.most_descendants, dict[int, int]()
+        await self._chains.read_ahead(key, most)
         self.seen.add(key)
-        parents: dict[int, int] = {}
         leaves: list[tuple[int, BlockRecord]] = []
         level = await self._chains.living([key])
         while level:
@@ -328,8 +364,11 @@ class _TailFirst:
             below: list[tuple[int, BlockRecord]] = []
             for parent, record in level:
                 self.seen.add(parent)
-                children = await self._chains.living(await self._chains.children(parent))
-                children = [child for child in children if child[0] not in self.seen]
+                followers = await self._chains.children(parent)
+                if len(followers) > most:
+                    self.crowded = [parent, *_with_many_followers(parents, most // 2)]
+                    return
+                children = await self._chains.living([child for child in followers if child not in self.seen])
                 if children:
                     self._open[parent] = len(children)
                     parents.update((child, parent) for child, _ in children)
@@ -337,8 +376,8 @@ class _TailFirst:
                 else:
                     leaves.append((parent, record))
             level = below
-            if len(self.seen) + len(below) > MOST_DESCENDANTS:
-                self.crowded = _with_many_followers(parents)
+            if len(self.seen) + len(below) > most:
+                self.crowded = _with_many_followers(parents, most // 2)
                 return
         await self._push(leaves)
 
@@ -369,12 +408,12 @@ class _TailFirst:
             await self._push(await self._chains.living([parent]))
 
 
-def _with_many_followers(parents: dict[int, int]) -> list[int]:
-    """Return the blocks that half of `MOST_DESCENDANTS` follow, of those that were found level by level."""
+def _with_many_followers(parents: dict[int, int], least: int) -> list[int]:
+    """Return the blocks that so many follow, of those that were found level by level."""
     followers: dict[int, int] = {}
     for child, parent in reversed(parents.items()):
         followers[parent] = followers.get(parent, 0) + followers.get(child, 0) + 1
-    return [key for key, count in followers.items() if count >= MOST_DESCENDANTS // 2]
+    return [key for key, count in followers.items() if count >= least]
 
 
 # Which of several instances gives the next victim.
@@ -423,6 +462,7 @@ class ShareOrder:
 
 
 _CANDIDATES_WITHOUT_YIELD = 128
+_SHARED_CANDIDATES_WITHOUT_YIELD = 8192  # then they are read again; requests run whenever the store is asked
 _NAMES_LEAVES = "leaf_lru"
 _DELETING = LocationStatus.DELETING
 _MOST_THINNING_CANDIDATES = 512  # candidates that are checked for states between, before whole blocks go
@@ -516,7 +556,7 @@ class Scope(IntEnum):
     """How far the selection goes beyond the candidates; further only where nothing nearer helps."""
 
     AS_COLD = 0
-    """Redundant copies of the blocks before a candidate, as long as they are as cold."""
+    """Redundant copies of the blocks before a candidate, and the tail behind it, as long as they are as cold."""
     ANY_COPY = 1
     """Such copies, however lately they were read."""
     DESCENDANTS = 2
@@ -532,12 +572,15 @@ class ScanState:
         climbed: blocks whose ancestors were searched.
         barren: per instance, blocks at and below which nothing was found, or that too many follow. Else a chain of n
             blocks whose end is pinned would be searched n times.
+        coldest_leaf: per instance, when the leaf below a block was last read that was not read for the longest time, or
+            before that.
     """
 
     def __init__(self) -> None:
         self.reach = Scope.AS_COLD
         self.climbed: set[tuple[int, int]] = set()
         self.barren: defaultdict[int, set[int]] = defaultdict(set)
+        self.coldest_leaf: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._iterators: dict[int, Iterator[Candidate]] = {}
         self._heads: dict[int, Candidate | None] = {}
 
@@ -561,6 +604,7 @@ class ScanState:
         self.reach = Scope(self.reach + 1)
         self.climbed.clear()
         self.barren.clear()
+        self.coldest_leaf.clear()
         self._iterators.clear()
         self._heads.clear()
         return True
@@ -630,7 +674,8 @@ class _Selection:
     async def _yield_to_requests(self, sources: Sequence[Source]) -> None:
         """Let requests run where many candidates do not help, or one has many descendants; records are stale then."""
         self._candidates_seen += 1 + sum([source.chains.take_read_count() for source in sources])
-        if self._candidates_seen >= _CANDIDATES_WITHOUT_YIELD:
+        is_shared = any(source.chains.is_shared for source in sources)
+        if self._candidates_seen >= (_SHARED_CANDIDATES_WITHOUT_YIELD if is_shared else _CANDIDATES_WITHOUT_YIELD):
             self._candidates_seen = 0
             await self._sink.yield_to_requests()
             for source in sources:
@@ -643,8 +688,10 @@ class _Selection:
         is_leaf = await source.chains.is_leaf(head.key)
         if self._useful_locations(source, head.key, record):
             if not is_leaf and not self._stays_readable(source, head.key, record):
-                # Over a shared store the order may name a block that is no leaf: its tail goes if it is as cold.
-                await self._select_tail(source, head, head.read_at if head.policy == _NAMES_LEAVES else None)
+                # Over a shared store the order may name a block that is no leaf: its tail goes if it is as cold, or if
+                # nothing else in the window helps. Reads of the tail would have read this block, too.
+                is_limited = head.policy == _NAMES_LEAVES and self._scan.reach is Scope.AS_COLD
+                await self._select_tail(source, head, head.read_at if is_limited else None)
                 return
             self._evict(source, head.key, record, head.policy)
         if head.policy != _NAMES_LEAVES:
@@ -674,14 +721,21 @@ class _Selection:
     async def _select_tail(self, source: Source, head: Candidate, as_cold_as: float | None = None) -> None:
         """Select the descendants of a block, then the block; stop at one that was read after some time, if any."""
         barren, victims = self._scan.barren[source.holding.uid], len(self.victims)
-        if head.key in barren:
+        coldest = self._scan.coldest_leaf[source.holding.uid]
+        if head.key in barren or (as_cold_as is not None and coldest.get(head.key, 0.0) > as_cold_as):
             return
         tail = _TailFirst(source.chains, head.key, barren.__contains__)
         leaf = await tail.next()
         barren.update(tail.crowded)
         if self._scan.reach is Scope.DESCENDANTS and await self._is_protected(source, head.key, barren):
             return
-        read_at = await source.chains.read_at(list(tail.seen)) if leaf is not None and as_cold_as is not None else {}
+        read_at: dict[int, float] = {}
+        if leaf is not None and as_cold_as is not None:
+            read_at = await source.chains.read_at([leaf[0]])
+            if read_at[leaf[0]] > as_cold_as:
+                coldest.update(dict.fromkeys(tail.seen, read_at[leaf[0]]))
+                return
+            read_at = await source.chains.read_at(list(tail.seen))
         while leaf is not None and not self.is_enough():
             if as_cold_as is not None and read_at.get(leaf[0], 0.0) > as_cold_as:
                 return
@@ -714,7 +768,7 @@ class _Selection:
         if key in barren or not barren.isdisjoint(await source.chains.children(key)):
             barren.add(key)
             return True
-        family = await source.chains.family(key, MOST_DESCENDANTS)
+        family = await source.chains.family(key)
         if family is None:
             return True
         places = {

@@ -386,6 +386,46 @@ async def test_a_long_chain_whose_end_is_pinned_costs_no_more_per_block_than_a_s
     assert await reads_per_block(4 * MOST_DESCENDANTS) <= 8 * await reads_per_block(20)
 
 
+# ── Over a shared store the order names heads of chains: tails are found in few round trips, however long ──
+
+
+LONG = 3 * MOST_DESCENDANTS
+PART = LONG // 6  # is written at once
+
+
+class RoundTrips:
+    """Counts what the reclaimer asks a store for the chains of its candidates."""
+
+    def __init__(self, backend: Any) -> None:
+        self.count = 0
+        for method in "get_around", "families", "get_many":
+            setattr(backend, method, partial(self._counted, getattr(backend, method)))
+
+    async def _counted(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        self.count += 1
+        return await method(*arguments)
+
+
+@pytest.mark.parametrize("backends", ["redis-runs", "redis-runs-cluster"], indirect=True)
+@pytest.mark.parametrize("seconds", [0, 60])
+async def test_the_tail_of_a_long_chain_is_found_from_its_head(seconds: float, backends: Rig) -> None:
+    """Its parts were written one after the other, so that each is warmer than the part before it. Invariant 7."""
+    rig, backend = EvictionRig({"g": group_of()}), backends.fresh()
+    index = rig.add(backend=backend)
+    rig.reclaimer.update_orders()
+    chains = [range(chain * LONG + 1, (chain + 1) * LONG + 1) for chain in range(2)]
+    for begin in range(0, LONG, PART):
+        for chain in chains:
+            await rig.write(index, chain[begin : begin + PART], begin, chain[begin - 1] if begin else None)
+        rig.clock.time += seconds
+    trips, evicted = RoundTrips(backend), LONG // 2
+    rig.groups["g"] = group_of(used_size=(2 * LONG - evicted) * BLOCK, hysteresis=0.0)
+    victims = await rig.settle()
+    assert len(victims) == len(set(victims)) == evicted
+    assert leaves_no_block_without_its_prefix(victims, await rig.resident(index))
+    assert trips.count < LONG / 4  # level by level two for each block of both chains, with every batch
+
+
 # ── What a flood of one-time writes does to a prefix that is read every second ──
 
 

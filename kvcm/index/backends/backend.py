@@ -612,6 +612,15 @@ class SharedBackend(IndexBackend, Protocol):
             is_head_known: whether the first one probably has a record: then it takes no round trip more that it has.
         """
 
+    async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
+        """Return the records of blocks and of those that lie together with them or with what follows, as far as that
+        takes no further round trip.
+
+        Args:
+            keys: of the blocks.
+            most: read about so many in all; then some of these blocks may be missing.
+        """
+
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then
         lose."""

@@ -990,6 +990,11 @@ class RedisBackend(SharedCounts):
             for part in _cut(positions, _MOST_STAGED_KEYS):
                 yield shard, part
 
+    async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
+        keys = keys[:most]
+        records = zip(keys, await self.get_many(keys), strict=True)
+        return {key: record for key, record in records if record is not None}
+
     async def children(self, key: int) -> list[int]:
         (parent,) = pack_keys((key,))
         bounds = (b"[" + parent + _FIRST_MEMBER, b"[" + parent + _LAST_MEMBER)

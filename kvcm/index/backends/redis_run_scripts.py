@@ -17,6 +17,7 @@ from typing import Final
 from kvcm.store.redis.client import Script
 
 __all__ = [
+    "AROUND",
     "AUDIT",
     "CHANGE",
     "COLDEST",
@@ -719,6 +720,37 @@ if is_over then found[1] = #ARGV[1] / 8 end
 return found
 """
 )
+AROUND: Final = Script(
+    _FENCE
+    + """
+-- KEYS: index, what names of runs begin with, children, fence. ARGV: how many blocks to read; keys of blocks.
+-- Returns for how many keys that was enough, then the run of each, and after each run those that follow its last block.
+check_present(KEYS[4])
+local found, seen, most = {0}, {}, tonumber(ARGV[1])
+
+local function last_of_run(key)
+  local id = redis.call('HGET', KEYS[1], key)
+  local value = id and not seen[id] and redis.call('GET', KEYS[2] .. id)
+  if not value then return nil end
+  seen[id] = true
+  found[#found + 1] = value
+  local size = 8 * (string.byte(value, 10) or 0)
+  most = most - size / 8
+  return size > 0 and string.sub(value, 3 + size, 10 + size)
+end
+
+for n = 2, #ARGV do
+  local last = last_of_run(ARGV[n])
+  found[1] = n - 1
+  while last and most > 0 do
+    local first = redis.call('ZRANGEBYLEX', KEYS[3], '[' .. last, '[' .. last .. string.rep('\\255', 8), 'LIMIT', 0, 1)
+    last = first[1] and last_of_run(string.sub(first[1], 9))
+  end
+  if most <= 0 then break end
+end
+return found
+"""
+)
 PLACES: Final = Script("""
 -- KEYS: access order, index. ARGV: keys of blocks. Returns the score of each block's run.
 local ids, listed, at = redis.call('HMGET', KEYS[2], unpack(ARGV)), {}, {}
@@ -783,6 +815,12 @@ FAMILIES: Final = Script(
 -- KEYS: children, index, what names of runs begin with. ARGV: keys of parents.
 -- Returns for each what stands of its family, parent and child, one relation after the other; not for all where that
 -- takes more than 32 runs.
+local function find(keys, key)
+  local at = string.find(keys, key, 1, true)
+  while at and at % 8 ~= 1 do at = string.find(keys, key, at + 1, true) end
+  return at
+end
+
 local ids = redis.call('HMGET', KEYS[2], unpack(ARGV))
 local last, runs, seen = #ARGV, {}, {}
 for i, id in ipairs(ids) do
@@ -796,19 +834,19 @@ for i, id in ipairs(ids) do
   end
 end
 local values = fetched(KEYS[3], runs)
-local families = {}
+local families, keys = {}, {}
+for id, value in pairs(values) do keys[id] = value and keys_of(value) end
 for n = 1, last do
   local parent = ARGV[n]
   local first, last = '[' .. parent .. string.rep('\\0', 8), '[' .. parent .. string.rep('\\255', 8)
   local family = table.concat(redis.call('ZRANGEBYLEX', KEYS[1], first, last))
   local value = ids[n] and values[ids[n]]
   if value then
-    local keys, size = keys_of(value), 8 * count_of(value)
-    for at = 1, size - 8, 8 do
-      if string.sub(keys, at, at + 7) == parent and string.sub(value, 18 + size + at, 25 + size + at) == parent
-        and string.byte(value, 15 + 2 * size + (at - 1) / 2) < 128 then
-        family = family .. parent .. string.sub(keys, at + 8, at + 15)
-      end
+    local size = 8 * count_of(value)
+    local at = find(keys[ids[n]], parent)
+    if at and at < size - 8 and string.sub(value, 18 + size + at, 25 + size + at) == parent
+      and string.byte(value, 15 + 2 * size + (at - 1) / 2) < 128 then
+      family = family .. parent .. string.sub(value, 18 + at, 25 + at)
     end
   end
   families[n] = family

@@ -62,6 +62,7 @@ from kvcm.index.backends.backend import (
 )
 from kvcm.index.backends.redis import RETIRED, SharedCounts, SharedSums, access_of, merged, new_score
 from kvcm.index.backends.redis_run_scripts import (
+    AROUND,
     CHANGE,
     COLDEST,
     DROP,
@@ -321,6 +322,23 @@ class RunsBackend(SharedCounts):
         left = [key for key in keys if key not in found]  # they changed meanwhile
         records = await self.get_many(left) if left else ()
         found.update((key, record) for key, record in zip(left, records, strict=True) if record is not None)
+        return found
+
+    @staged("read", "redis_runs.py:get_around")
+    async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
+        left = [(tag, cut_keys(members)) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
+        found: dict[int, BlockRecord] = {}
+        while left:
+            per_call = max(1, min(most, _MOST_BLOCKS_PER_CALL))
+            answers = await self._run(
+                [
+                    ScriptCall(AROUND, [tag.places, tag.runs, tag.children, tag.fence], [per_call, *some])
+                    for tag, some in left
+                ]
+            )
+            found.update(decode_runs([value for answer in answers for value in answer[1:]]))
+            rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
+            left = [(tag, some) for tag, some in rest if some] if len(found) < most else []
         return found
 
     async def _read_values(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes]:
