@@ -474,6 +474,11 @@ class MetaIndex:
             changes[i] = Change(changes[i].key, None, None, refused=True)
         return changes, min(len(arriving), free)
 
+    async def random_records(self, count: int, random: Random) -> Mapping[int, tuple[BlockRecord, Access]]:
+        """Return about `count` blocks of a shared store, each equally likely, and when they were read; those that lie
+        together come together."""
+        return await cast("SharedBackend", self._backend).random_records(count, random)
+
     async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
         """Return the records of blocks of a shared store, and of those that lie together with them or with what
         follows: about `most` in all."""

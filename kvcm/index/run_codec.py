@@ -16,7 +16,7 @@ run without knowing headers or bodies.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from struct import Struct
@@ -126,13 +126,15 @@ def decode_runs(runs: Sequence[bytes], wanted: Collection[int] | None = None) ->
     found: dict[int, StampedRecord] = {}
     at = 0
     for each in columns:
-        for position, (depth, locations) in enumerate(zip(each.depths, each.locations(), strict=True), at):
-            key = keys[position]
-            if wanted is None or key in wanted:
-                chain = (None, depth - _HEADLESS) if depth >= _HEADLESS else (parents[position], depth)
-                found[key] = record = tuple.__new__(StampedRecord, (*chain, locations))
-                record.stamp = each.stamp
-        at += len(each.depths)
+        end = at + len(each.depths)
+        positions = [i for i in range(at, end) if wanted is None or keys[i] in wanted]
+        locations = each.locations([i - at for i in positions])
+        for i, some in zip(positions, locations, strict=True):
+            depth = each.depths[i - at]
+            chain = (None, depth - _HEADLESS) if depth >= _HEADLESS else (parents[i], depth)
+            found[keys[i]] = record = tuple.__new__(StampedRecord, (*chain, some))
+            record.stamp = each.stamp
+        at = end
     return found
 
 
@@ -207,16 +209,16 @@ class _Columns(NamedTuple):
         depths = _words(count).unpack_from(value, _KEYS_AT + 16 * count)
         return cls(value[1:_COUNT_AT], keys[:count], keys[count:], depths, headers, bodies)
 
-    def locations(self) -> Iterator[tuple[Location, ...]]:
-        """Yield the locations of every block."""
+    def locations(self, positions: Iterable[int]) -> Iterator[tuple[Location, ...]]:
+        """Yield the locations of blocks."""
         if len(self.headers) == 1:
             ((before, after),) = self.headers
-            for chunk in self.bodies:
+            for position in positions:
                 # The constructor of a named tuple costs three times as much.
-                yield (tuple.__new__(Location, (*before, chunk, *after)),)
+                yield (tuple.__new__(Location, (*before, self.bodies[position], *after)),)
             return
-        for body in self.bodies:
-            pairs = zip(self.headers, _chunks_of(body, len(self.headers)), strict=True)
+        for position in positions:
+            pairs = zip(self.headers, _chunks_of(self.bodies[position], len(self.headers)), strict=True)
             yield tuple(tuple.__new__(Location, (*before, chunk, *after)) for (before, after), chunk in pairs)
 
 

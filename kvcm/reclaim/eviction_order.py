@@ -568,11 +568,11 @@ class WindowOrder:
         for _ in range(_MOST_SWEEPS):
             accesses = dict(await self._index.coldest(size, window * size))
             is_whole = len(accesses) < size
-            if self._samples:
-                sample = await self._index.random_sample(_TIMES_SAMPLED * count, self._random)
-                found = zip(sample, await self._index.accesses(sample), strict=True)
-                accesses |= {key: access for key, access in found if access is not None}
             records = await self._records(accesses)
+            if self._samples:
+                sample = await self._index.random_records(_TIMES_SAMPLED * count, self._random)
+                accesses |= {key: access for key, (_, access) in sample.items()}
+                records |= {key: record for key, (record, _) in sample.items() if is_resident(record)}
             spent = await self._fill(records, accesses, takes_all=is_whole)
             if is_whole or not spent or len(self._queues) >= count:
                 break

@@ -296,7 +296,7 @@ def is_among_the_coldest(victims: Sequence[int], ranks: Mapping[int, tuple[float
 
 
 @pytest.mark.parametrize("policy", RANKS)
-@pytest.mark.parametrize("backends", ["redis"], indirect=True)
+@pytest.mark.parametrize("backends", ["redis", "redis-runs", "redis-runs-cluster"], indirect=True)
 async def test_nearly_all_victims_are_among_the_coldest(policy: str, backends: Rig) -> None:
     """Invariant 7, and at least 95 of 100 victims among the coldest tenth; twice, with reads in between."""
     random = Random(policy)

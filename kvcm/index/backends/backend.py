@@ -612,6 +612,10 @@ class SharedBackend(IndexBackend, Protocol):
             is_head_known: whether the first one probably has a record: then it takes no round trip more that it has.
         """
 
+    async def random_records(self, count: int, random: Random) -> Mapping[int, tuple[BlockRecord, Access]]:
+        """Return about `count` blocks, or all there are, and when they were read: each is equally likely, but those
+        that lie together come together. Some that cannot be evicted may be among them."""
+
     async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
         """Return the records of blocks and of those that lie together with them or with what follows, as far as that
         takes no further round trip.

@@ -990,6 +990,11 @@ class RedisBackend(SharedCounts):
             for part in _cut(positions, _MOST_STAGED_KEYS):
                 yield shard, part
 
+    async def random_records(self, count: int, random: Random) -> Mapping[int, tuple[BlockRecord, Access]]:
+        keys = await self.random_sample(count, random)
+        found = zip(keys, await self.get_many(keys), await self.accesses(keys), strict=True)
+        return {key: (record, access) for key, record, access in found if record is not None and access is not None}
+
     async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
         keys = keys[:most]
         records = zip(keys, await self.get_many(keys), strict=True)

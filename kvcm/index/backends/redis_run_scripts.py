@@ -33,6 +33,7 @@ __all__ = [
     "READ",
     "REQUEUE",
     "SAMPLE",
+    "SAMPLE_RUNS",
     "SERVE",
     "SET_FENCE",
     "SHRINK",
@@ -897,6 +898,20 @@ end
 return sample
 """
 )
+SAMPLE_RUNS: Final = Script("""
+-- KEYS: access order, what names of runs begin with. ARGV: ranks of runs.
+-- Returns score and value of those that can be evicted.
+local found = {}
+for _, rank in ipairs(ARGV) do
+  local run = redis.call('ZRANGE', KEYS[1], rank, rank, 'WITHSCORES')
+  local value = run[1] and tonumber(run[2]) < 8589934592 and redis.call('GET', KEYS[2] .. run[1])
+  if value then
+    found[#found + 1] = run[2]
+    found[#found + 1] = value
+  end
+end
+return found
+""")
 AUDIT: Final = Script(
     _RUN
     + """

@@ -35,10 +35,11 @@ per session (all its blocks would have to change together); positions in the ind
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from random import Random
 from typing import Any, Final, NamedTuple
 
@@ -75,6 +76,7 @@ from kvcm.index.backends.redis_run_scripts import (
     READ,
     REQUEUE,
     SAMPLE,
+    SAMPLE_RUNS,
     SERVE,
     SET_FENCE,
     SHRINK,
@@ -475,6 +477,34 @@ class RunsBackend(SharedCounts):
                 keys.update(dict.fromkeys(unpack_keys(answer)))
             known, futile = len(keys), futile + 1 if len(keys) == known else 0
         return random.sample(list(keys), min(count, len(keys)))
+
+    async def random_records(self, count: int, random: Random) -> Mapping[int, tuple[BlockRecord, Access]]:
+        sizes = await self._client.execute([(b"ZCARD", tag.order) for tag in self._tags])
+        ends = list(accumulate(sizes))
+        found: dict[int, tuple[BlockRecord, Access]] = {}
+        drawn: set[int] = set()
+        while len(found) < count and len(drawn) < ends[-1]:
+            size = -(-(count - len(found)) // MOST_BLOCKS)
+            places = set(random.sample(range(ends[-1]), min(size, ends[-1]))) - drawn
+            drawn |= places
+            found.update(await self._records_at(places, ends))
+        return found
+
+    async def _records_at(self, places: Iterable[int], ends: Sequence[int]) -> Mapping[int, tuple[BlockRecord, Access]]:
+        """Return the blocks of runs, each a rank in a tag; the ranks of all tags are counted one after the other."""
+        ranks: defaultdict[int, list[int]] = defaultdict(list)
+        for place in sorted(places):
+            tag = bisect_right(ends, place)
+            ranks[tag].append(place - (ends[tag - 1] if tag else 0))
+        parts = [(self._tags[tag], some) for tag, of_tag in ranks.items() for some in _cut(of_tag, _MOST_RUNS_PER_CALL)]
+        answers = await self._run([ScriptCall(SAMPLE_RUNS, [tag.order, tag.runs], some) for tag, some in parts])
+        scored = [pair for answer in answers for pair in zip(answer[::2], answer[1::2], strict=True)]
+        return {
+            key: (record, access)
+            for score, value in scored
+            for access in [access_of(float(score))]
+            for key, record in decode_runs([value]).items()
+        }
 
     # Changes.
 
