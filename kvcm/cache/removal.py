@@ -34,7 +34,7 @@ from kvcm.cache.prefix_match import ReadModes
 from kvcm.cache.write_plan import Storages
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.meta_index import Change
-from kvcm.model.clock import Clock
+from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance
@@ -108,7 +108,8 @@ class Remover:
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
             now = self._clock.now()  # a store that takes its time must not eat up the delay
-            return _mark_deleting(old, choose(key, old), now, now + delay) if old is not None else None
+            due = common_due(now + delay)
+            return _mark_deleting(old, choose(key, old), common_due(now), due) if old is not None else None
 
         for page in batches(list(keys), cache.batch_keys):
             delay = self.delay_seconds(cache.instance)

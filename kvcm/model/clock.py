@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Protocol
 
-__all__ = ["Clock", "SystemClock"]
+__all__ = ["Clock", "SystemClock", "common_due"]
+
+_PARTS_OF_A_SECOND = 64  # exact in binary
 
 
 class Clock(Protocol):
@@ -23,3 +26,12 @@ class SystemClock:
 
     def now(self) -> float:
         return time.monotonic() + self._offset
+
+
+def common_due(at: float) -> float:
+    """Return a time at which all can be due that is marked at about the same moment: up to 16 ms after `at`.
+
+    A store of runs keeps blocks together whose records differ in nothing but their chunks (`kvcm.index.run_codec`); a
+    due time of its own would tear each out of its run.
+    """
+    return math.ceil(at * _PARTS_OF_A_SECOND) / _PARTS_OF_A_SECOND

@@ -31,7 +31,7 @@ import structlog
 
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.meta_index import Change, IndexHandle
-from kvcm.model.clock import Clock
+from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError
 from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus
 from kvcm.reclaim.background import IndexProvider, Pacer, StorageProvider
@@ -90,7 +90,7 @@ def expired(old: BlockRecord | None, now: float, delay_seconds: float) -> BlockR
             return location
         if location.pinned_until > now:
             return location._replace(deadline=location.pinned_until)
-        return location._replace(status=LocationStatus.DELETING, deadline=now + delay_seconds)
+        return location._replace(status=LocationStatus.DELETING, deadline=common_due(now + delay_seconds))
 
     return _changed(old, expire)
 

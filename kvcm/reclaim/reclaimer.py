@@ -24,7 +24,7 @@ import msgspec
 import structlog
 
 from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
-from kvcm.model.clock import Clock
+from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup, PrefixClass
 from kvcm.model.instances import Instance
@@ -711,7 +711,7 @@ class Reclaimer:
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
             now = self._clock.now()  # per key: a slow store must not shorten the delay
-            return marked(old, evictions[key], now, now + delay)
+            return marked(old, evictions[key], now, common_due(now + delay))
 
         # Read before: a shared store drops the access time of a block as soon as it is marked.
         sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]

@@ -14,10 +14,12 @@ import index_records
 import pytest
 from eviction_model import MODELS, Model
 from eviction_rig import BLOCK, EvictionRig, group_of
+from fake_clock import FakeClock
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_backends import Rig, opened
 from manager_rig import ManagerRig
+from redis_servers import Standalone
 
 from kvcm.index.backends.backend import Access, Change, Rows, Written
 from kvcm.index.backends.memory import MemoryBackend
@@ -424,6 +426,33 @@ async def test_the_tail_of_a_long_chain_is_found_from_its_head(seconds: float, b
     assert len(victims) == len(set(victims)) == evicted
     assert leaves_no_block_without_its_prefix(victims, await rig.resident(index))
     assert trips.count < LONG / 4  # level by level two for each block of both chains, with every batch
+
+
+class TickingClock(FakeClock):
+    """Each time that is asked for is later than the one before, as on a machine."""
+
+    def now(self) -> float:
+        self.time += 1e-5
+        return super().now()
+
+
+@pytest.mark.parametrize("backends", ["redis-runs"], indirect=True)
+async def test_blocks_that_are_marked_together_stay_together(backends: Rig, redis_standalone: Standalone) -> None:
+    """Marked, and removed when the delay is over; a run per block would cost the store ten times as much."""
+    rig = EvictionRig({"g": group_of(delay_ms=1000)}, clock=TickingClock())
+    index = rig.add(backend=backends.fresh())
+    rig.reclaimer.update_orders()
+
+    def runs() -> int:
+        with redis_standalone.server.admin() as client:
+            return sum(1 for _ in client.scan_iter("*:k{*", count=10_000))
+
+    before = runs()
+    await rig.write_chains(index, [range(chain * 256 + 1, chain * 256 + 257) for chain in range(4)])
+    written = runs() - before
+    rig.groups["g"] = group_of(used_size=256 * BLOCK, hysteresis=0.0, delay_ms=1000)
+    assert len(await rig.settle()) == 768
+    assert written <= runs() - before <= 2 * written < 64
 
 
 # ── What a flood of one-time writes does to a prefix that is read every second ──
