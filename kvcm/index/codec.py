@@ -43,10 +43,10 @@ from kvcm.model.storages import StorageType
 __all__ = [
     "FORMAT_VERSION",
     "STAMP_SIZE",
+    "ColumnDecoder",
     "StampedRecord",
     "StoredColumns",
     "decode_begun",
-    "decode_columns",
     "decode_header",
     "decode_payload",
     "decode_payloads",
@@ -69,6 +69,7 @@ STAMP_SIZE: Final = 8
 _BODY_AT = 1 + STAMP_SIZE
 _VERSION_BYTE = bytes((FORMAT_VERSION,))
 _HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes; stored blocks come in any order
+_MOST_KINDS_KNOWN = 1 << 20  # of a few hundred bytes each, while a store is loaded
 _DAMAGE: Final = (msgspec.MsgspecError, IndexError, TypeError, ValueError, OverflowError)
 _HEADERS_WRITTEN = 1 << 10  # the blocks of a session are written together
 
@@ -270,52 +271,82 @@ class StoredColumns(NamedTuple):
     Attributes:
         parents: mixed keys, 0 where there is no parent.
         depths: in their chains; the complement where there is no parent.
-        headers: the fields of their locations but the chunk, in one tuple, which records of one write nearly always
-            share; a tuple of such tuples where there are several locations.
-        chunks: of their locations, likewise.
+        kinds: places in `ColumnDecoder.headers`.
+        chunks: of their locations, in a tuple where there are several.
     """
 
     parents: NDArray[np.int64]
     depths: NDArray[np.int32]
-    headers: list[tuple[Any, ...]]
+    kinds: NDArray[np.int32]
     chunks: list[bytes | tuple[bytes, ...]]
 
 
-def decode_columns(values: Sequence[bytes]) -> StoredColumns:
-    """Do `decode_payloads` and return columns: a third of the time, since no object is made per record.
+class ColumnDecoder:
+    """Decodes the payloads of a store to columns, many at a time and all after another: a third of the time of
+    `decode_payloads`, since no object is made per record.
 
-    Raises:
-        StorageIOError: another release wrote one, or one is damaged.
+    Records of one write nearly always share all of their locations but the chunk, and are one *kind*. Keys come in no
+    order, so all kinds of the store come in every batch: each is read once, and then known by its bytes.
+
+    Attributes:
+        headers: by kind, the fields of the locations but the chunk, in one tuple; a tuple of such tuples where there
+            are several locations. Kinds may be equal.
     """
-    data = b""
-    headers, chunks = list[tuple[Any, ...]](), list[bytes | tuple[bytes, ...]]()
-    parents, depths = list[int](), list[int]()
-    try:
-        for data in values:
-            if data.startswith(_SINGLE):
-                parent, depth, header, chunk = _decode_single(data[1:])
-                headers.append(_header_of(header)[2])
+
+    def __init__(self) -> None:
+        self.headers: list[tuple[Any, ...]] = []
+        self._known: dict[bytes | tuple[bytes, ...], int] = {}
+
+    def decode(self, values: Sequence[bytes]) -> StoredColumns:
+        """Return the columns of payloads.
+
+        Raises:
+            StorageIOError: another release wrote one, or one is damaged.
+        """
+        data, known = b"", self._known
+        kinds, chunks = list[int](), list[bytes | tuple[bytes, ...]]()
+        parents, depths = list[int](), list[int]()
+        header: bytes | tuple[bytes, ...]
+        chunk: bytes | tuple[bytes, ...]
+        try:
+            for data in values:
+                if data.startswith(_SINGLE):
+                    parent, depth, header, chunk = _decode_single(data[1:])
+                else:
+                    parent, depth, header, chunk = _decode_several(data)
+                kind = known.get(header)
+                kinds.append(self._add(header) if kind is None else kind)
                 chunks.append(chunk)
-            else:
-                parent, depth, several = _decode_several(data)
-                headers.append(tuple([_header_of(header)[2] for header, _ in several]))
-                chunks.append(tuple([chunk for _, chunk in several]))
-            parents.append(parent or 0)
-            depths.append(~depth if parent is None else depth)
-        mixed_parents = mixed_array(parents)
-        chain = np.array(depths, np.int32)
-    except _DAMAGE as error:
-        raise _damaged(data, error) from error
-    return StoredColumns(np.where(chain < 0, 0, mixed_parents), chain, headers, chunks)
+                parents.append(parent or 0)
+                depths.append(~depth if parent is None else depth)
+            mixed_parents = mixed_array(parents)
+            chain = np.array(depths, np.int32)
+        except _DAMAGE as error:
+            raise _damaged(data, error) from error
+        return StoredColumns(np.where(chain < 0, 0, mixed_parents), chain, np.array(kinds, np.int32), chunks)
+
+    def _add(self, header: bytes | tuple[bytes, ...]) -> int:
+        kind = len(self.headers)
+        self.headers.append(_fields_of(header) if isinstance(header, bytes) else tuple(map(_fields_of, header)))
+        if len(self._known) == _MOST_KINDS_KNOWN:
+            self._known.clear()
+        self._known[header] = kind
+        return kind
 
 
-def _decode_several(data: bytes) -> tuple[int | None, int, list[tuple[bytes, bytes]]]:
+def _fields_of(header: bytes) -> tuple[Any, ...]:
+    return _header_of(header)[2]
+
+
+def _decode_several(data: bytes) -> tuple[int | None, int, tuple[bytes, ...], tuple[bytes, ...]]:
     if data[0] != FORMAT_VERSION:
         raise _unknown_version(data[0])
     parent, depth, *locations = _decode_body(data[1:])
     if not locations:
         raise ValueError("it has no location")
-    return parent, depth, list(zip(locations[::2], locations[1::2], strict=True))
+    if len(locations) % 2:
+        raise ValueError("its last location is incomplete")
+    return parent, depth, tuple(locations[::2]), tuple(locations[1::2])
 
 
 def _body_of(record: BlockRecord) -> list[int | bytes | None]:

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from heapq import nsmallest
 from itertools import groupby
+from math import nan
 from random import Random
 from sys import getrefcount
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
@@ -45,6 +46,7 @@ __all__ = [
     "Header",
     "HeaderPool",
     "Headers",
+    "LoadedKinds",
     "MemoryBackend",
     "RowTable",
     "StoredBlocks",
@@ -112,15 +114,62 @@ class StoredBlocks(NamedTuple):
         keys: of the blocks, distinct.
         parents: of the blocks, 0 where there is none.
         depths: in their chains; the complement where there is no parent.
-        headers: of their locations.
+        kinds: of the blocks: those of one kind have the same headers.
         chunks: of their locations.
+        headers: of the locations, by kind; of all blocks of one load the same list, which grows at its end.
     """
 
     keys: NDArray[np.int64]
     parents: NDArray[np.int64]
     depths: NDArray[np.int32]
-    headers: Sequence[Headers]
+    kinds: NDArray[np.int32]
     chunks: Sequence[Chunks]
+    headers: Sequence[Headers]
+
+
+class LoadedKinds:
+    """What blocks have in common by kind, while a store is loaded.
+
+    A kind is looked at once in the whole load: keys come in no order, so a few thousand blocks of a large store are of
+    nearly as many kinds, and to look at those of each batch would be to look at each block.
+
+    Attributes:
+        headers: of the locations, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.headers: list[Headers] = []
+        self._seconds = array("I")
+        self._dues = array("d")  # not a number where none is
+        self._counts = array("q")
+
+    def add(self, headers: Headers) -> None:
+        """Add the next kind."""
+        record = _unchained(headers, _no_chunks(headers))
+        due = _due(record)
+        self.headers.append(headers)
+        self._seconds.append(whole_seconds(stored_at(record)))
+        self._dues.append(nan if due is None else due)
+        self._counts.append(0)
+
+    def count(self, kinds: NDArray[np.int32]) -> None:
+        """Count blocks of these kinds."""
+        np.add.at(np.frombuffer(self._counts, np.int64), kinds, 1)
+
+    def seconds(self, kinds: NDArray[np.int32]) -> NDArray[np.uint32]:
+        """Return the last access of unread blocks of these kinds."""
+        return np.frombuffer(self._seconds, np.uint32)[kinds]
+
+    def due(self, blocks: StoredBlocks) -> Iterator[tuple[list[int], float]]:
+        """Yield the keys of blocks that are due some time, and when."""
+        dues = np.frombuffer(self._dues, np.float64)[blocks.kinds]
+        for due in np.unique(dues[~np.isnan(dues)]).tolist():
+            yield blocks.keys[dues == due].tolist(), due
+
+    def counted(self) -> Iterator[tuple[BlockRecord, int]]:
+        """Yield a record without chunk, parent and depth of each kind, and how many blocks were counted."""
+        for headers, count in zip(self.headers, self._counts, strict=True):
+            yield _unchained(headers, _no_chunks(headers)), count
 
 
 class HeaderPool:
@@ -953,28 +1002,22 @@ class WrittenColumns(BlockColumns):
         for row, chunk in zip(rows, chunks, strict=True):
             headers[row], all_chunks[row], read_at[row], reads[row] = header, chunk, seconds, 0
 
-    def load(self, blocks: StoredBlocks) -> tuple[list[BlockRecord], NDArray[np.int64]]:
-        """Add blocks of a store to others of it, while there is no observer; `link_loaded` ends that.
-
-        Returns:
-            Records without chunks, parents and depths, one for each kind of block, and the kind of each block.
-        """
+    def load(self, blocks: StoredBlocks, kinds: LoadedKinds) -> None:
+        """Add blocks of a store to others of it, while there is no observer; `link_loaded` ends that."""
         assert self._observer is None
-        kinds, kind_of_block = _kinds_of(blocks.headers)
-        shared = list(map(self._pool.share_all, kinds))
-        records = [_unchained(each, _no_chunks(each)) for each in shared]
-        seconds = np.array([whole_seconds(stored_at(record)) for record in records], np.uint32)
+        for headers in blocks.headers[len(kinds.headers) :]:
+            kinds.add(self._pool.share_all(headers))
+        kinds.count(blocks.kinds)
         none = array("i", (_NO_ROW,)) * len(blocks.keys)
         self._keys.frombytes(blocks.keys.tobytes())
         self._parents.frombytes(blocks.parents.tobytes())
         self._depths.frombytes(blocks.depths.tobytes())
-        self._headers += map(shared.__getitem__, kind_of_block.tolist())
+        self._headers += map(kinds.headers.__getitem__, blocks.kinds.tolist())
         self._chunks += blocks.chunks
         for column in (self._first_child, self._next, self._previous):
             column.extend(none)
-        self._read_at.frombytes(seconds[kind_of_block].tobytes())
+        self._read_at.frombytes(kinds.seconds(blocks.kinds).tobytes())
         self._reads.frombytes(bytes(2 * len(none)))
-        return records, kind_of_block
 
     def link_loaded(self) -> None:
         """Make all blocks found by their keys, and link them to their parents, after the last `load`: children lie
@@ -1150,14 +1193,13 @@ class MemoryBackend:
     def load(self, batches: Iterable[StoredBlocks]) -> None:
         """Add all blocks that were stored before this process began, none of which was ever read; a backend without
         blocks."""
+        kinds = LoadedKinds()
         for blocks in batches:
-            records, kind_of_block = self._blocks.load(blocks)
-            counts = np.bincount(kind_of_block).tolist()
-            for kind, (record, count) in enumerate(zip(records, counts, strict=True)):
-                self._tally.add_equal(record, count)
-                due = _due(record)
-                if due is not None:
-                    self._due.put_all(blocks.keys[kind_of_block == kind].tolist(), due)
+            self._blocks.load(blocks, kinds)
+            for keys, due in kinds.due(blocks):
+                self._due.put_all(keys, due)
+        for record, count in kinds.counted():
+            self._tally.add_equal(record, count)
         self._blocks.link_loaded()
 
     def load_accesses(self, keys: NDArray[np.int64], read_at: NDArray[np.uint32], reads: NDArray[np.uint16]) -> None:

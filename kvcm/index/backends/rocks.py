@@ -26,7 +26,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from struct import Struct
@@ -48,9 +48,8 @@ from kvcm.index.backends.backend import (
 )
 from kvcm.index.backends.memory import MemoryBackend, StoredBlocks
 from kvcm.index.codec import (
-    StoredColumns,
+    ColumnDecoder,
     decode_begun,
-    decode_columns,
     decode_payload,
     encode_begun,
     encode_payload,
@@ -104,6 +103,7 @@ __all__ = [
 BLOCKS: Final = b"b"
 READS: Final = b"a"
 ADDRESS: Final = Struct(">cIq")  # kind of row, uid, key
+_REGISTRATION_END: Final = 5  # of kind and uid
 
 _OnDrop = Callable[[int], None]
 """Receives the uid."""
@@ -408,30 +408,44 @@ def _batches(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def _stored_blocks(store: RocksStore, on_progress: LoadProgress) -> Iterator[tuple[int, StoredBlocks]]:
     """Yield the blocks of each registration, those of one behind each other."""
     estimated, done = store.log.estimated_rows(), 0
+    decoder, decoded = ColumnDecoder(), b""
     for batch in _batches(store.log.read(BLOCKS)):
-        uids, keys, columns = _decoded(store, batch)
-        ends = [*(np.flatnonzero(uids[1:] != uids[:-1]) + 1).tolist(), len(batch)]
-        for begin, end in pairwise([0, *ends]):
-            yield int(uids[begin]), StoredBlocks._make([column[begin:end] for column in (keys, *columns)])
+        for registration, rows in _by_registration(batch):
+            if registration != decoded:  # which shares nothing with the one before
+                decoder, decoded = ColumnDecoder(), registration
+            yield _decoded(store, rows, decoder)
         done += len(batch)
         if len(batch) == _BATCH_ROWS:
             on_progress(done, estimated)
     on_progress(done, estimated)
 
 
-def _decoded(store: RocksStore, rows: Sequence[Row]) -> tuple[NDArray[np.uint32], NDArray[np.int64], StoredColumns]:
-    """Return registrations, mixed keys and records; all at once, which takes a fraction of the time of one after the
-    other."""
+def _by_registration(rows: list[Row]) -> Iterable[tuple[bytes, list[Row]]]:
+    """Return the rows of each registration with what their keys begin with."""
+    if _registration_of(rows[0]) == _registration_of(rows[-1]):  # nearly always, and rows are in order
+        return ((_registration_of(rows[0]), rows),)
+    return ((registration, list(its)) for registration, its in groupby(rows, key=_registration_of))
+
+
+def _registration_of(row: Row) -> bytes:
+    return row[0][:_REGISTRATION_END]
+
+
+def _decoded(store: RocksStore, rows: Sequence[Row], decoder: ColumnDecoder) -> tuple[int, StoredBlocks]:
+    """Return the registration of rows and their blocks; all at once, which takes a fraction of the time of one after
+    the other."""
     try:
-        return *_addresses([key for key, _ in rows]), decode_columns([value for _, value in rows])
+        uids, keys = _addresses([key for key, _ in rows])
+        columns = decoder.decode([value for _, value in rows])
     except (StorageIOError, struct_error):
         for key, value in rows:
             try:
                 _addresses([key])
-                decode_columns([value])
+                decoder.decode([value])
             except (StorageIOError, struct_error) as error:
                 raise _unreadable(store, key, error) from error
         raise
+    return int(uids[0]), StoredBlocks(keys, *columns, decoder.headers)
 
 
 def _addresses(keys: Sequence[bytes]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
