@@ -69,7 +69,7 @@ STAMP_SIZE: Final = 8
 _BODY_AT = 1 + STAMP_SIZE
 _VERSION_BYTE = bytes((FORMAT_VERSION,))
 _HEADERS_REMEMBERED = 1 << 14  # of a session each, at most a few hundred bytes; stored blocks come in any order
-_MOST_KINDS_KNOWN = 1 << 20  # of a few hundred bytes each, while a store is loaded
+_MOST_KINDS_KNOWN = 1 << 18  # while a store is loaded; two hundred bytes each
 _DAMAGE: Final = (msgspec.MsgspecError, IndexError, TypeError, ValueError, OverflowError)
 _HEADERS_WRITTEN = 1 << 10  # the blocks of a session are written together
 
@@ -282,11 +282,11 @@ class StoredColumns(NamedTuple):
 
 
 class ColumnDecoder:
-    """Decodes the payloads of a store to columns, many at a time and all after another: a third of the time of
-    `decode_payloads`, since no object is made per record.
+    """Decodes the payloads of a store to columns, batch by batch: a third of the time of `decode_payloads`, since no
+    object is made per record.
 
     Records of one write nearly always share all of their locations but the chunk, and are one *kind*. Keys come in no
-    order, so all kinds of the store come in every batch: each is read once, and then known by its bytes.
+    order, so a batch may be of as many kinds as it has records: each is read once, and then known by its bytes.
 
     Attributes:
         headers: by kind, the fields of the locations but the chunk, in one tuple; a tuple of such tuples where there

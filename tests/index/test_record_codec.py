@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcm.index import codec
 from kvcm.index.backends.memory import unpack
 from kvcm.index.codec import (
     ColumnDecoder,
@@ -85,6 +86,16 @@ def test_columns_hold_what_the_records_do(records: list[BlockRecord]) -> None:
     assert columns.depths.tolist() == [~each.depth if each.parent is None else each.depth for each in records]
     assert list(map(unpack, headers, columns.chunks)) == [record.locations for record in records]
     assert decode_payloads(list(map(encode_payload, records))) == records
+
+
+def test_a_kind_that_was_forgotten_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_MOST_KINDS_KNOWN", 2)
+    ids = ["a", "b", "a", "c", "c", "a"]
+    decoder = ColumnDecoder()
+    payloads = [encode_payload(BlockRecord(None, 0, (LOCATION._replace(id=each),))) for each in ids]
+    kinds = decoder.decode(payloads).kinds.tolist()
+    assert kinds == [0, 1, 0, 2, 2, 3]
+    assert [decoder.headers[kind][0] for kind in kinds] == ids
 
 
 @pytest.mark.parametrize(
