@@ -1025,9 +1025,20 @@ class WrittenColumns(BlockColumns):
         self._rows.build()
         children = np.flatnonzero(np.frombuffer(self._depths, np.int32) >= 0)
         parents = self._rows.find(np.frombuffer(self._parents, np.int64)[children])
-        for row in children[parents == _EMPTY].tolist():
+        is_orphan = parents == _EMPTY
+        for row in children[is_orphan].tolist():
             self._link(row, self._parents[row])
-        order = np.argsort(parents, kind="stable")[np.count_nonzero(parents == _EMPTY) :]
+        children, parents = children[~is_orphan], parents[~is_orphan]
+        first_child = np.frombuffer(self._first_child, np.int32)
+        first_child[parents] = children
+        has_several = np.zeros(len(self), np.bool_)
+        has_several[parents[first_child[parents] != children]] = True
+        siblings = np.flatnonzero(has_several[parents])  # few: only these have to be sorted
+        self._link_siblings(children[siblings], parents[siblings])
+
+    def _link_siblings(self, children: NDArray[np.int64], parents: NDArray[np.int32]) -> None:
+        """Link children whose parents have several, the first row first."""
+        order = np.argsort(parents, kind="stable")
         children, parents = children[order], parents[order]
         is_next = parents[1:] == parents[:-1]
         first_child = np.frombuffer(self._first_child, np.int32)
