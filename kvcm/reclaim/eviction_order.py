@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from random import Random
 from typing import NamedTuple
 
@@ -29,6 +30,7 @@ from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
 from kvcm.model.locations import BlockRecord, LocationStatus
 from kvcm.reclaim.needs import Limits
 from kvcm.reclaim.policies import POLICIES
+from kvcm.reclaim.policies.leaf_lru import LeafLru
 from kvcm.reclaim.policies.policy import IsLeaf, Policy, Summaries, Summary, descends
 
 __all__ = [
@@ -255,6 +257,12 @@ class _PolicyQueues:
         else:
             yield from self._merged([self._candidates_of(queue, is_over_budget) for queue in queues])
 
+    @property
+    def only(self) -> PolicyQueue | None:
+        """The queue that has all blocks, None where several have some."""
+        queues = [queue for queue in self._queues if len(queue.policy)]
+        return queues[0] if len(queues) == 1 else None
+
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
         for queue in self._queues:
@@ -369,8 +377,26 @@ class LiveOrder:
         return self._queues.class_bytes(name)
 
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
-        """Yield blocks in the order in which they are to go, as `Lanes.candidates`."""
+        """Yield blocks in the order in which they are to go, as `_PolicyQueues.candidates`."""
         return self._queues.candidates(is_over_budget)
+
+    def line(self, key: int, most: int) -> list[int]:
+        """Return the blocks that come next if the oldest leaf goes, and then each of them: up its chain, as far as no
+        other block follows them, and each stands beside the one that follows it, which others cannot come before."""
+        row, queue = self._rows.row(key), self._queues.only
+        if row is None or queue is None or not isinstance(queue.policy, LeafLru):
+            return []
+        line: list[int] = []
+        while len(line) < most:
+            beside = [above for above in queue.policy.neighbours(row) if above >= 0 and self._is_only_child(row, above)]
+            if not beside:
+                break
+            (row,) = beside
+            line.append(self._rows.key(row))
+        return line
+
+    def _is_only_child(self, row: int, of: int) -> bool:
+        return [*islice(self._rows.children(of), 2)] == [row]
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
@@ -644,6 +670,10 @@ class WindowOrder:
         for candidate in self._queues.candidates(is_over_budget):
             self._last_candidate = self._slot_of_key[candidate.key]
             yield candidate
+
+    def line(self, key: int, most: int) -> list[int]:
+        """Return nothing: what follows a block may lie outside the window."""
+        return []
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks of the window that have reached their age."""

@@ -289,6 +289,13 @@ class Chains:
         chosen = self._chosen.get(key, _NOTHING)
         return [each for each in record.locations if each.status is LocationStatus.SERVING and each.id not in chosen]
 
+    def only_location(self, key: int, record: BlockRecord | None) -> Location | None:
+        """Return the location of a block that has no other, if it serves and was not selected."""
+        if record is None or len(record.locations) != 1 or key in self._chosen:
+            return None
+        (location,) = record.locations
+        return location if location.status is LocationStatus.SERVING else None
+
     def choose(self, key: int, location_ids: Iterable[str]) -> None:
         """Count these locations of a block as gone from now on."""
         self._chosen[key] = self._chosen.get(key, _NOTHING) | frozenset(location_ids)
@@ -484,6 +491,9 @@ class EvictionOrder(Protocol):
     def candidates(self, is_over_budget: IsOverBudget) -> Iterator[Candidate]:
         """Yield blocks in the order in which they are to go."""
 
+    def line(self, key: int, most: int) -> Sequence[int]:
+        """Return the blocks that come next if a leaf goes, and then each of them, as far as that is known at once."""
+
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
 
@@ -667,7 +677,10 @@ class _Selection:
                 return
             turn = self._shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
             source, head = heads[turn]
+            line = source.order.line(head.key, self._most) if len(heads) == 1 else ()
             await self._select_with_tail(source, head)
+            if line and self.victims and self.victims[-1].eviction.key == head.key:
+                await self._select_line(source, head, line)
             if not self.is_enough():  # else this candidate may have more to give
                 self._scan.advance(source)
 
@@ -700,6 +713,30 @@ class _Selection:
             await self._select_parent(source, head, record)
         elif not source.chains.is_shared:
             await self._select_colder_tails(source, head, record)
+
+    async def _select_line(self, source: Source, leaf: Candidate, line: Sequence[int]) -> None:
+        """Select the blocks before a leaf that was selected, each of which is the next candidate when the one behind it
+        goes: as many as have one location, which can go. The order yields the others in their turn."""
+        end = await source.chains.record(leaf.key)
+        if end is None or source.chains.is_living(leaf.key, end):
+            return
+        last: tuple[int, BlockRecord] | None = None
+        for key, record in zip(line, await source.chains.records(line), strict=True):
+            location = source.chains.only_location(key, record)
+            if location is None or record is None or location.pinned_until > self._now or self.is_enough():
+                break
+            if not self._need.filter(location.place):
+                break
+            ids = frozenset((location.id,))
+            source.chains.choose(key, ids)
+            source.order.discard(key)
+            amount = 1 if self._need.counts_blocks else location.size_bytes
+            self._add(source, Eviction(key, ids, leaf.policy), amount, location.size_bytes)
+            last = key, record
+        if last is not None:
+            key, record = last
+            read_at = (await source.chains.read_at([key]))[key]
+            await self._select_colder_tails(source, leaf._replace(key=key, read_at=read_at), record)
 
     async def _select_colder_tails(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """The end of a chain was selected. If the block before it is the end now, and colder, it is the coldest of all

@@ -37,6 +37,10 @@ class LeafLru(Ordered):
         """Make blocks the newest, the last of them the newest of all."""
         self._queue.renew_all(slots)
 
+    def neighbours(self, slot: int) -> tuple[int, int]:
+        """Return the next older and the next newer slot, below zero at the ends."""
+        return self._queue.older(slot), self._queue.newer(slot)
+
     def rank(self, summary: Summary | Summaries) -> tuple[Any, ...]:
         """Return the time of the last read."""
         return (summary.read_at,)
