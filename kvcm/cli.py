@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,8 +22,18 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 # waits for them. Where that one reads by itself, as it did in earlier releases of gRPC, a call needs two wakeups of
 # threads less: a tenth of the CPU time of a read of 64 keys.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_listener")
-try:
-    import structlog
+
+
+@contextmanager
+def _naming_missing_packages() -> Iterator[None]:
+    """End with a sentence where a package that is imported inside the block is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
+
+
+with _naming_missing_packages():
     import typer
 
     from kvcm.commands.access import account_app, key_app, login, whoami
@@ -38,10 +49,7 @@ try:
     from kvcm.config import ConfigError, Settings, load_settings
     from kvcm.model.errors import KvcmError
     from kvcm.store.load_progress import shown_progress
-    from kvcm.telemetry.logs import LEVELS, configure_logs
     from kvcm.terminal.exit_codes import EXIT_CODES
-except ModuleNotFoundError as missing:
-    sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
 
 __all__ = ["add_commands", "app", "main"]
 
@@ -133,6 +141,10 @@ def serve(
     # The first of a key wins: settings with an option of their own go before -e.
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     options += ["kvcm.service.insecure=true"] if insecure else []
+    with _naming_missing_packages():
+        import structlog  # other commands start faster without
+
+        from kvcm.telemetry.logs import LEVELS, configure_logs
     configure_logs(LEVELS["INFO"])
     log = structlog.get_logger("kvcm")
     if log_config_file is not None:
@@ -154,6 +166,10 @@ def serve(
 
 
 def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
+    import structlog
+
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+
     configure_logs(LEVELS[settings.log_level_name], settings.log_format)
     log = structlog.get_logger("kvcm")
     log.info("settings", **_changed(settings))
@@ -166,12 +182,10 @@ def _run(settings: Settings, reread: Callable[[], Settings]) -> None:
 
 def _server() -> tuple[Callable[[Coroutine[Any, Any, None]], None], type[Manager]]:
     """Import the manager, and most of the packages with it: other commands start faster without."""
-    try:
+    with _naming_missing_packages():
         import uvloop
 
         from kvcm.app import Manager
-    except ModuleNotFoundError as missing:
-        sys.exit(f"kvcm: {missing.name} is not installed; the server needs: pip install 'kvcm[server]'")
     return uvloop.run, Manager
 
 

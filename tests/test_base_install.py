@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SERVER_ONLY = (
     "typer",
@@ -19,8 +22,17 @@ SERVER_ONLY = (
     "fastapi",
 )
 ENGINE_ONLY = ("torch", "transformers", "triton")
-
-
+MANAGER_ONLY = (
+    "numpy",
+    "redis",
+    "rocksdict",
+    "grpc",
+    "structlog",
+    "uvicorn",
+    "fastapi",
+    "kvcm.app",
+    "kvcm.service.calls",
+)
 TRACING_ONLY = ("opentelemetry", "opentelemetry.sdk", "opentelemetry.trace", "opentelemetry.context")
 
 
@@ -38,6 +50,34 @@ def test_the_command_without_the_server_extra_names_the_extra() -> None:
     assert done.returncode == 1
     assert "pip install 'kvcm[server]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "index --help", "group usage", "storage list", "key list", "snapshot save"]
+)
+def test_commands_that_only_ask_a_manager_import_nothing_of_it(arguments: str) -> None:
+    """They would take twice as long to start."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import sys
+from kvcm.cli import app
+try:
+    app({arguments.split()!r})
+finally:
+    found = [name for name in {MANAGER_ONLY!r} if name in sys.modules]
+    print("imported:", *found)
+""",
+        ],
+        env={**os.environ, "KVCM_MANAGER": "http://127.0.0.1:1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in {0, 2}, done.stderr  # no manager answers
+    assert done.stdout.splitlines()[-1] == "imported:"
 
 
 def test_messages_and_model_need_nothing_of_the_server() -> None:

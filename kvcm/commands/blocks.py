@@ -18,7 +18,6 @@ from kvcm.commands.connection import Connection, instance_ids
 from kvcm.commands.options import AsJson, Yes, confirm, noun, with_options
 from kvcm.commands.output import plain_fields, print_below, print_json, print_table, progress, spinner
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.keys import block_keys_from_tokens
 from kvcm.model.units import format_size, parse_duration
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol import meta_service_pb2 as meta_pb
@@ -79,6 +78,8 @@ def _keys_of_tokens(tokens: Sequence[int], block_size: int) -> list[int]:
         raise InvalidArgumentError(
             f"the instance has block_size {block_size}, so that tokens make no keys: give --keys or --keys-file"
         )
+    from kvcm.model.keys import block_keys_from_tokens  # and NumPy with it: other commands start faster without
+
     keys = block_keys_from_tokens(tokens, block_size)
     if not keys:
         raise InvalidArgumentError(f"{len(tokens)} tokens fill no block: one has {block_size} tokens")

@@ -13,7 +13,6 @@ from kvcm.commands.options import AsJson, ConfigFile, DataDir, Env, with_options
 from kvcm.commands.output import console, print_json
 from kvcm.config import Settings
 from kvcm.doctor.findings import Finding, Level, ok
-from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import FINDINGS, exit_on_call_errors
 from kvcm.terminal.tables import TerminalTable
@@ -40,6 +39,7 @@ def doctor(
     from kvcm.doctor.checks import check_settings
     from kvcm.doctor.host import read_settings
     from kvcm.doctor.manager import check_manager
+    from kvcm.telemetry.logs import LEVELS, configure_logs
 
     configure_logs(LEVELS["ERROR"])
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []

@@ -23,7 +23,6 @@ from kvcm.commands.output import private_file, step_progress
 from kvcm.config import Settings, load_settings
 from kvcm.model.clock import SystemClock
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.telemetry.logs import LEVELS, configure_logs
 from kvcm.terminal.exit_codes import CANNOT_RUN, FAILED, FINDINGS, exit_on_errors
 from kvcm.terminal.tables import TerminalTable, print_sentences
 
@@ -196,6 +195,8 @@ def rebuild_index(
 
 
 def _settings(config_file: Path | None, env: list[str] | None, data_dir: Path | None) -> Settings:
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+
     configure_logs(LEVELS["WARN"])  # commands print their results themselves
     options = [f"kvcm.data_dir={data_dir.absolute()}"] if data_dir is not None else []
     options.append("kvcm.service.insecure=true")  # no port is opened, so no address is refused

@@ -18,7 +18,6 @@ from kvcm.commands.options import AsJson, DryRun, Yes, noun, with_options
 from kvcm.commands.output import console, print_below, print_json, private_file
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as pb
-from kvcm.service.request_limits import MAX_SNAPSHOT_BYTES
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import CANNOT_RUN, FINDINGS, exit_on_call_errors, exit_on_errors
 from kvcm.terminal.tables import TerminalTable
@@ -193,6 +192,8 @@ def _read(file: str) -> str:
         InvalidArgumentError: it is larger than any, or no text.
         OSError: it cannot be read.
     """
+    from kvcm.service.request_limits import MAX_SNAPSHOT_BYTES  # and the service with it: others start faster without
+
     with contextlib.ExitStack() as stack:
         source = sys.stdin.buffer if file == "-" else stack.enter_context(Path(file).open("rb"))
         data = source.read(MAX_SNAPSHOT_BYTES + 1)

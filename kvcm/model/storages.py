@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 __all__ = [
     "MIN_POOL_BYTES",
@@ -14,6 +15,7 @@ __all__ = [
     "NfsStorageSpec",
     "PathStorageSpec",
     "StorageConfig",
+    "StorageSpace",
     "StorageSpec",
     "StorageType",
     "TairMemPoolStorageSpec",
@@ -223,6 +225,13 @@ class StorageConfig:
         if not isinstance(self.spec, TairMemPoolStorageSpec) or not self.spec.capacity_bytes:
             return self.capacity_bytes
         return min(self.capacity_bytes or self.spec.capacity_bytes, self.spec.capacity_bytes)
+
+
+class StorageSpace(NamedTuple):
+    """Space of the medium in bytes."""
+
+    capacity_bytes: int
+    free_bytes: int
 
 
 def _joined(mountpoint: str, root_dir: str) -> str:

@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvcm.model.storages import StorageConfig, StorageType
-from kvcm.storage.backend import StorageSpace
+from kvcm.model.storages import StorageConfig, StorageSpace, StorageType
 from kvcm.storage.health import HealthState, StorageHealth
 
 __all__ = [

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, overload
 
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import keys_hex, mixed_key
+from kvcm.model.storages import StorageSpace
 from kvcm.model.uri import LocationUri, path_component
 
 __all__ = [
@@ -137,13 +138,6 @@ class Allocation(NamedTuple):
     instance_id: str
     location_id: str
     parts: Sequence[Part]
-
-
-class StorageSpace(NamedTuple):
-    """Space of the medium in bytes."""
-
-    capacity_bytes: int
-    free_bytes: int
 
 
 class StoredObject(NamedTuple):

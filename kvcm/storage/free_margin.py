@@ -14,8 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from kvcm.model.storages import StorageSpace
 from kvcm.model.units import format_size
-from kvcm.storage.backend import StorageSpace
 
 __all__ = ["NO_MARGIN", "FreeMargin", "FreeMargins"]
 

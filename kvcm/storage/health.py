@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from typing import NamedTuple
 
-from kvcm.storage.backend import StorageSpace
+from kvcm.model.storages import StorageSpace
 
 __all__ = ["HealthRules", "HealthState", "Probe", "ProbeOutcome", "StorageHealth"]
 

@@ -435,7 +435,7 @@ def test_sums_that_never_stand_still_are_neither_clean_nor_wrong(
             client.hincrby(usage, "6/x", 1)
 
         monkeypatch.setattr("kvcm.commands.index_tools._pause", disturb)
-        monkeypatch.setattr("kvcm.commands.index.configure_logs", id)  # logs of this process stay as they are
+        monkeypatch.setattr("kvcm.telemetry.logs.configure_logs", id)  # logs of this process stay as they are
         done = CliRunner().invoke(COMMANDS, ["index", "verify", "--json", *_on(redis_uri)])
     code, report = done.exit_code, json.loads(done.stdout)
     assert (code, report["clean"], report["findings"]) == (2, False, [])

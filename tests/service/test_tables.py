@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvcm.model.errors import InvalidArgumentError
-from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
+from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageSpace, StorageType
 from kvcm.model.units import format_size, parse_size
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.service.translate import fill, read
@@ -34,7 +34,6 @@ from kvcm.service.usage_values import (
     Usage,
     UsageReport,
 )
-from kvcm.storage.backend import StorageSpace
 from kvcm.storage.health import HealthState, StorageHealth
 from kvcm.terminal.tables import WHOLE_WORD, ListedStorage, TerminalTable, print_drains, print_storages, print_usage
 

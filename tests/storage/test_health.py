@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from kvcm.model.errors import StorageIOError
-from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageType
-from kvcm.storage.backend import StorageSpace
+from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig, StorageSpace, StorageType
 from kvcm.storage.directory import OPENERS, StorageDirectory
 from kvcm.storage.dummy import DummyStorage
 from kvcm.storage.health import HealthRules, HealthState, Probe, ProbeOutcome, StorageHealth
