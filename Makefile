@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Tests start hundreds of processes, and each would compile everything that it imports, asserts of tests included.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines clean
+.PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines engine-packages clean
 
 setup: $(VENV)/.dev
 
@@ -30,9 +30,15 @@ $(VENV)/.dev: $(VENV)/.server
 # those are listed completely, so nothing is resolved. Ours is added without what it asks for, as an engine has that.
 engines: $(VENV)-vllm/.made $(VENV)-sglang/.made
 
-$(VENV)-%/.made: .ci/engines/%.txt
+# All but ours, so they can be installed while `make setup` describes this tree's package in it.
+engine-packages: $(VENV)-vllm/.packages $(VENV)-sglang/.packages
+
+$(VENV)-%/.packages: .ci/engines/%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	touch $@
+
+$(VENV)-%/.made: $(VENV)-%/.packages
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $@
 
