@@ -27,6 +27,7 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "head_dim", "v_head_dim"), 16),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 1),
     **{"vocab_size": 256, "num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 PREFIX = 24
