@@ -93,17 +93,25 @@ def fill(message: Any, value: Any) -> None:
     Messages that were added to the original's and say nothing are left out, so that its clients get back over gRPC what
     they sent. JSON answers name every field that is no message, added ones, too.
     """
-    for field in dataclasses.fields(value):
-        item = getattr(value, field.name)
+    names = _names_of(value.__class__)
+    assert names is not None, value
+    for name in names:
+        item = getattr(value, name)
         if isinstance(item, tuple):
-            _extend(getattr(message, field.name), item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            if not (_is_addition(message, field.name) and item == type(item)()):
-                inner = getattr(message, field.name)
+            _extend(getattr(message, name), item)
+        elif _names_of(item.__class__) is not None:
+            if not (_is_addition(message, name) and item == type(item)()):
+                inner = getattr(message, name)
                 inner.SetInParent()
                 fill(inner, item)
         elif item is not None:
-            setattr(message, field.name, item)
+            setattr(message, name, item)
+
+
+@cache
+def _names_of(kind: Any) -> tuple[str, ...] | None:
+    """Return the names of the fields of a dataclass, None for another type. An answer has thousands of values."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def _is_addition(message: Message, name: str) -> bool:
@@ -112,7 +120,7 @@ def _is_addition(message: Message, name: str) -> bool:
 
 def _extend(repeated: Any, items: tuple[Any, ...]) -> None:
     for item in items:
-        if dataclasses.is_dataclass(item):
+        if _names_of(item.__class__) is not None:
             fill(repeated.add(), item)
         else:
             repeated.append(item)
