@@ -66,7 +66,7 @@ def test_every_kernel_compiles_for_a_gpu_and_spills_nothing(tmp_path: Path) -> N
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "triton"), "PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
-    kernels = list((root / "gpu_tier" / "kernels").glob("*/triton_impl.py"))
+    kernels = list((root / "kvcm" / "gpu_tier" / "kernels").glob("*/triton_impl.py"))
     (compiled,) = [row["value"] for row in json.loads(found.read_text())["rows"] if row["case"] == "all"]
     assert compiled >= len(kernels)
 
