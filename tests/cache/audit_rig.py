@@ -69,6 +69,7 @@ class IndexRig:
         registry: of it.
         clock: the time, which stands still.
         pauses: how often a verification waited.
+        import_pauses: for how many seconds each time an import waited, which takes none of them.
 
     Args:
         tags: of the instances that are registered (`Placement.tags`).
@@ -81,6 +82,7 @@ class IndexRig:
             ClosedStorages(), metadata.store.table("registry"), metadata.store.flush, metadata.kind, tags=tags
         )
         self.pauses = 0
+        self.import_pauses: list[float] = []
 
     async def configure(
         self, group: str = "g", instances: tuple[str, ...] = ("i", "j"), capacity: int = BIG, limit: int = 0
@@ -153,8 +155,9 @@ class IndexRig:
     async def imported(self, archive: bytes, group: str = "", *, dry_run: bool = False) -> Imported:
         metadata = self.metadata
         importer = Importer(
-            self.registry, metadata.new_backend, metadata.usage, metadata.store, group, metadata.kind, dry_run=dry_run
-        )
+            self.registry, metadata.new_backend, metadata.usage, metadata.store, group, metadata.kind, dry_run=dry_run,
+            pause=self._pause_of_import,
+        )  # fmt: skip
         for frame in ArchiveReader(BytesIO(archive), "file").frames():
             await importer.load(frame)
         await self.settle()
@@ -173,6 +176,9 @@ class IndexRig:
         caches = OpenCaches(self.registry, ClosedStorages(), metadata.new_backend, metadata.usage, CacheBudget())
         store = audited_store(metadata, self.registry, caches, rows or Counter())
         return await IndexAuditor(store, self.clock, pause or self._pause, Repair(repair, drop_unreadable)).run()
+
+    async def _pause_of_import(self, seconds: float) -> None:
+        self.import_pauses.append(seconds)
 
     async def _pause(self) -> None:
         self.pauses += 1
