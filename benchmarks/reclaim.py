@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +37,7 @@ import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from report import Row, arguments, publish
 from server_process import META, Server, free_port, process
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "store"))
-from redis_servers import Standalone, standalone
+from service_site import Store, opened
 
 from kvcm.app import Manager
 from kvcm.components import Components
@@ -89,7 +87,7 @@ class Plan:
         rounds: windows of each kind.
     """
 
-    store: str = "RocksDB"
+    store: str = "rocksdb"
     blocks: int = 200_000
     evicted: int = 10_300
     written: int = 1_280
@@ -104,8 +102,8 @@ class Plan:
         return int(self.evicted / 1.03)
 
 
-PLANS = (Plan(), Plan("Redis", evicted=3_090))
-QUICK = (Plan(blocks=30_000, evicted=3_000, seconds=2.0, rounds=2), Plan("Redis", 20_000, 1_500, seconds=2.0, rounds=2))
+PLANS = (Plan(), Plan("redis", evicted=3_090))
+QUICK = (Plan(blocks=30_000, evicted=3_000, seconds=2.0, rounds=2), Plan("redis", 20_000, 1_500, seconds=2.0, rounds=2))
 
 
 class Case(NamedTuple):
@@ -119,18 +117,19 @@ class Case(NamedTuple):
     """
 
     policy: str
-    store: str = "RocksDB"
+    store: str = "rocksdb"
     length: int = CHAIN
     is_live: bool = False
 
 
 CASES = (
     *map(Case, POLICIES),
+    Case("leaf_lru", "memory", is_live=True),
     Case("leaf_lru", is_live=True),
     Case("leaf_lru", length=LONG_CHAIN, is_live=True),
-    Case("leaf_lru", "Redis"),
-    Case("leaf_lru", "Redis", LONG_CHAIN),
-    Case("lfu", "Redis"),
+    Case("leaf_lru", "redis"),
+    Case("leaf_lru", "redis", LONG_CHAIN),
+    Case("lfu", "redis"),
 )
 
 
@@ -320,21 +319,6 @@ class Load:
         return taken
 
 
-@contextlib.contextmanager
-def store_of(name: str, directory: Path) -> Iterator[Standalone | None]:
-    """Run the Redis of a store, if it has one."""
-    if name == "RocksDB":
-        yield None
-    else:
-        with standalone(directory) as redis:
-            yield redis
-
-
-def uri_of(redis: Standalone | None) -> str:
-    """Return the URI of the registry, "" for RocksDB."""
-    return redis.uri("reclaim") if redis else ""
-
-
 @contextlib.asynccontextmanager
 async def manager(store: str) -> AsyncIterator[Server]:
     """Yield a manager process with its metadata in a store."""
@@ -342,8 +326,8 @@ async def manager(store: str) -> AsyncIterator[Server]:
     ports["admin_rpc_port"] = ports["rpc_port"]
     settings = [option for name, port in ports.items() for option in ("-e", f"kvcm.service.{name}={port}")]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        redis = stack.enter_context(store_of(store, Path(directory) / "redis"))
-        settings += ["-e", f"kvcm.registry_storage.uri={uri_of(redis)}"] if redis else []
+        kept = stack.enter_context(opened(store, Path(directory)))
+        settings += ["-e", f"kvcm.registry_storage.uri={kept.uri}"]
         words = ("-m", "kvcm", "serve", "--data-dir", f"{directory}/manager", *settings)
         running = stack.enter_context(process(*words, stderr=subprocess.DEVNULL))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{ports['rpc_port']}") as channel:
@@ -402,14 +386,14 @@ def load_rows(plan: Plan, calm: list[Window], evicting: list[Window]) -> list[Ro
 
 
 @contextlib.asynccontextmanager
-async def open_components(redis: Standalone | None) -> AsyncIterator[Components]:
+async def open_components(store: Store) -> AsyncIterator[Components]:
     """Yield the components of a manager, without background tasks."""
     with tempfile.TemporaryDirectory() as directory:
-        settings = Settings(data_dir=directory, registry_storage_uri=uri_of(redis))
-        async with Manager(settings).opened() as opened:
-            await opened.leadership.tick()
-            await opened.registry.storages.add(StorageConfig(NAME, DummyStorageSpec()))
-            yield opened
+        settings = Settings(data_dir=directory, registry_storage_uri=store.uri)
+        async with Manager(settings).opened() as components:
+            await components.leadership.tick()
+            await components.registry.storages.add(StorageConfig(NAME, DummyStorageSpec()))
+            yield components
 
 
 def group_of(policy: str, mark_bytes: int, version: int) -> InstanceGroup:
@@ -444,46 +428,46 @@ class Blocks:
         await self._components.cache.accesses.drain()
 
 
-async def in_process(case: Case, count: int, redis: Standalone | None) -> list[Row]:
+async def in_process(case: Case, count: int, store: Store) -> list[Row]:
     """Measure what one policy takes to evict a fifth of so many blocks, and what its order takes to keep."""
     policy, count = case.policy, count // case.length * case.length
-    async with open_components(redis) as opened:
-        await opened.registry.groups.create(group_of(policy, FAR, 1))
-        blocks = Blocks(opened)
+    async with open_components(store) as components:
+        await components.registry.groups.create(group_of(policy, FAR, 1))
+        blocks = Blocks(components)
         await blocks.answer("RegisterInstance", registration())
         if case.is_live:
-            opened.reclaimer.update_orders()
+            components.reclaimer.update_orders()
         await blocks.write(count, random.Random(1), case.length)
         gc.collect()
         gc.freeze()
-        kept_bytes = _traced(opened.reclaimer.update_orders) / count
-        await opened.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
-        marking, deletion, begin_redis = 0.0, 0.0, redis_seconds(redis)
-        while opened.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most
-            marking += await _loop_seconds(opened.reclaimer.reclaim)
-        evicted = opened.reclaimer.stats.submitted_blocks
-        while opened.deletions.deleted.blocks < evicted:
-            deletion += await _loop_seconds(opened.deletions.run_due)
-        assert opened.deletions.deleted.blocks == evicted >= count // 5
-        of_redis = redis_seconds(redis) - begin_redis
+        kept_bytes = _traced(components.reclaimer.update_orders) / count
+        await components.registry.groups.update(group_of(policy, count * 4 // 5 * BLOCK_BYTES, 2), 1)
+        marking, deletion, begin_redis = 0.0, 0.0, redis_seconds(store)
+        while components.reclaimer.stats.submitted_blocks < count // 5:  # a look lasts a second at most
+            marking += await _loop_seconds(components.reclaimer.reclaim)
+        evicted = components.reclaimer.stats.submitted_blocks
+        while components.deletions.deleted.blocks < evicted:
+            deletion += await _loop_seconds(components.deletions.run_due)
+        assert components.deletions.deleted.blocks == evicted >= count // 5
+        of_redis = redis_seconds(store) - begin_redis
     since = ", ordered as they came" if case.is_live else ""
     name = f"{case.store}: {policy}, {count:,} blocks in chains of {case.length:,}{since}, in process"
     rows = [
         Row(name, "choice and mark of a block", marking / evicted * 1e6, "us"),
         Row(name, "deletion of a block", deletion / evicted * 1e6, "us"),
     ]
-    if redis:
+    if store.server is not None:
         return [*rows, Row(name, "Redis, both", of_redis / evicted * 1e6, "us")]
     if case.is_live:
         return rows
     return [*rows, Row(name, "memory of the order per block", kept_bytes, "B")]
 
 
-def redis_seconds(redis: Standalone | None) -> float:
+def redis_seconds(store: Store) -> float:
     """Return the CPU time of Redis so far, 0 without one."""
-    if redis is None:
+    if store.server is None:
         return 0.0
-    with redis.server.admin() as client:
+    with store.server.admin() as client:
         found: dict[str, float] = client.info("cpu")  # type: ignore[assignment]
     return found["used_cpu_user"] + found["used_cpu_sys"]
 
@@ -511,8 +495,8 @@ def main() -> int:
     count = 10_240 if options.quick else 102_400
     rows = [row for plan in (QUICK if options.quick else PLANS) for row in uvloop.run(under_load(plan))]
     for case in CASES:
-        with tempfile.TemporaryDirectory() as directory, store_of(case.store, Path(directory)) as redis:
-            rows += uvloop.run(in_process(case, count, redis))
+        with tempfile.TemporaryDirectory() as directory, opened(case.store, Path(directory)) as store:
+            rows += uvloop.run(in_process(case, count, store))
         gc.unfreeze()
     met = publish("reclaim: readers while blocks are evicted", rows, options.json)
     return 0 if met or options.quick else 1
