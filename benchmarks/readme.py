@@ -116,6 +116,8 @@ class Costs(NamedTuple):
 
 _SIZED_BLOCKS = 1_001_472
 _BUSY = 0.7  # of a core; above that requests wait for one another
+_EVICTIONS = (("memory", ", ordered"), ("rocksdb", ", ordered"), ("redis", ", in"))
+"""Stores, and how their cases in benchmarks/reclaim.py go on."""
 _ENGINE_REQUESTS, _ENGINE_BLOCKS, _NEW_SHARES = 5, 2048, (0.03, 0.10)
 """Requests that an engine sends a second, the blocks of each, and the share of them that is new and written."""
 
@@ -130,26 +132,34 @@ def sizing_table(rows: Rows) -> list[str]:
         _served("lookups of 1,024 known blocks, 1/s", 1, _lookup_costs()),
         _served("blocks written by 64, 1/s", 64, _call_costs(rows, "start + finish, 64 fresh blocks")),
         _served("blocks written by 1,024, 1/s", 1024, _call_costs(rows, "start + finish, 1,024 fresh blocks")),
+        _served("blocks evicted, 1/s", 1, _eviction_costs()),
     ]
     for share in _NEW_SHARES:
-        name = f"engines, {share:.0%} of blocks new"
-        lines.append(_served(name, 1 / _ENGINE_REQUESTS, _engine_request(rows, share)))
+        name, request = f"engines, {share:.0%} of blocks new", _engine_request(rows, share)
+        lines.append(_served(f"{name}, while the cache fills", 1 / _ENGINE_REQUESTS, request))
+        lines.append(_served(f"{name}, when it is full", 1 / _ENGINE_REQUESTS, _with_eviction(request, share)))
     return header + lines
 
 
 def engines_line(rows: Rows) -> list[str]:
     """How many engines a manager serves, in words."""
-    least, most = (
-        [_rounded_down(_BUSY * 1e6 / _ENGINE_REQUESTS / us) for us in _engine_request(rows, share)]
-        for share in reversed(_NEW_SHARES)
-    )
-    memory, rocksdb, redis, _ = (
-        f"{low} to {high}" if low < high else str(low) for low, high in zip(least, most, strict=True)
-    )
+    memory, rocksdb, redis = _engines(lambda share: _engine_request(rows, share))
+    full_memory, full_rocksdb, full_redis = _engines(lambda share: _with_eviction(_engine_request(rows, share), share))
     return [
         f"A manager is one process with one event loop. With {_BUSY:.0%} of a core it serves {redis} engines on",
-        f"a Redis, {rocksdb} over RocksDB and {memory} in memory ([how that is computed](docs/operations.md#sizing)).",
+        f"a Redis, {rocksdb} over RocksDB and {memory} in memory while the cache fills. When it is full, and a block",
+        f"is evicted for each new one, it serves {full_redis}, {full_rocksdb} and {full_memory}",
+        "([how that is computed](docs/operations.md#sizing)).",
     ]
+
+
+def _engines(request: Callable[[float], Costs]) -> list[str]:
+    """Return how many engines a manager serves in memory, over RocksDB and on Redis, by what a request costs."""
+    least, most = (
+        [_rounded_down(_BUSY * 1e6 / _ENGINE_REQUESTS / us) for us in request(share)[:3]]
+        for share in reversed(_NEW_SHARES)
+    )
+    return [f"{low} to {high}" if low < high else str(low) for low, high in zip(least, most, strict=True)]
 
 
 def _call_costs(rows: Rows, call: str) -> Costs:
@@ -182,6 +192,40 @@ def _engine_request(rows: Rows, new_share: float) -> Costs:
     misses = _call_costs(rows, "1,024 misses")
     miss = Costs(0, max(0, misses.rocksdb - misses.memory), misses.redis_manager - misses.memory, misses.redis)
     return Costs(*map(sum, zip(hits, miss, write, strict=True)))
+
+
+def _eviction_costs() -> Costs:
+    """Return what the eviction of a block costs."""
+    return Costs(*(_evicted_us(store, rest) for store, rest in _EVICTIONS), _evicted_us("redis", ", in", "Redis, both"))
+
+
+def _evicted_us(store: str, rest: str, *metrics: str) -> float:
+    rows = json.loads((RESULTS / "reclaim.json").read_text())["rows"]
+    begin = f"{store}: leaf_lru, "
+    found = {
+        row["metric"]: row["value"]
+        for row in rows
+        if row["case"].startswith(begin) and f"chains of 256{rest}" in row["case"]
+    }
+    return sum(found[metric] for metric in metrics or ("choice and mark of a block", "deletion of a block"))
+
+
+def eviction_table(rows: Rows) -> list[str]:
+    """What the eviction of a block costs, by store and by how its order came to be."""
+    cases = [row for row in rows if "leaf_lru, " in row["case"] and row["case"].endswith(", in process")]
+    table = ["| | choice and mark | deletion | Redis |", "|---|---|---|---|"]
+    for case in dict.fromkeys(row["case"] for row in cases):
+        found = {row["metric"]: f"{row['value']:.0f} µs" for row in cases if row["case"] == case}
+        both = found["choice and mark of a block"], found["deletion of a block"]
+        name = case.removesuffix(", in process").replace("leaf_lru, ", "")
+        table.append(f"| {name} | {' | '.join(both)} | {found.get('Redis, both', '')} |")
+    return table
+
+
+def _with_eviction(request: Costs, new_share: float) -> Costs:
+    """Return what a request costs that evicts as many blocks as it writes."""
+    blocks = new_share * _ENGINE_BLOCKS
+    return Costs(*(us + blocks * evicted for us, evicted in zip(request, _eviction_costs(), strict=True)))
 
 
 def _linear(of_64: Costs, of_1024: Costs, blocks: float) -> Costs:
@@ -433,6 +477,7 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/performance.md", "claims", "", claims_table),
     ("docs/performance.md", "missed", "", missed_table),
     ("docs/gameday/index.md", "games", "", games_table),
+    ("docs/eviction.md", "eviction", "reclaim.json", eviction_table),
     ("docs/rest.md", "vitals", "vitals.json", judged_table),
     ("docs/metadata.md", "index", "index.json", costs_table),
     ("docs/metadata.md", "scale", "scale.json", costs_table),
