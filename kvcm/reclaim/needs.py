@@ -211,6 +211,13 @@ class ReclaimNeed:
         """Names the watermark."""
         return self.reason, self.name
 
+    @property
+    def blocks(self) -> int:
+        """How many blocks serve it, about."""
+        if self.counts_blocks:
+            return self.amount
+        return -(-self.amount // max(1, min(holding.instance.block_bytes for holding in self.usages)))
+
     def size_of(self, location: Location) -> int:
         """Return how many bytes of the need the end of a location serves."""
         return location.size_bytes if self.filter(location.place) else 0

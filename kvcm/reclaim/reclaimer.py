@@ -614,7 +614,8 @@ class Reclaimer:
         if batch.is_shared:
             await self._choose_in_windows(goal, serving.shares, batch)
         else:
-            await select_victims(goal, await self._sources(need.usages, batch, 0), serving.shares, batch, serving.scan)
+            sources = await self._sources(need.usages, batch, 0, batch.most)
+            await select_victims(goal, sources, serving.shares, batch, serving.scan)
         return await batch.finish()
 
     async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch) -> None:
@@ -622,7 +623,8 @@ class Reclaimer:
         scan = self._windows[_payment_of(goal.need)]
         scan.start_batch()
         for _ in range(_MOST_WINDOWS):
-            sources = await self._sources(goal.need.usages, batch, scan.window)
+            count = goal.most if scan.window else min(goal.most, goal.need.blocks)
+            sources = await self._sources(goal.need.usages, batch, scan.window, count)
             if sources and await select_victims(goal, sources, shares, batch, ScanState()):
                 scan.found()
                 break
@@ -641,11 +643,13 @@ class Reclaimer:
                 allowances.append(step - self._marked_bytes[name])
         return min(allowances)
 
-    async def _sources(self, holdings: Sequence[InstanceUsage], batch: _VictimBatch, window: int) -> list[Source]:
+    async def _sources(
+        self, holdings: Sequence[InstanceUsage], batch: _VictimBatch, window: int, count: int
+    ) -> list[Source]:
         sources = []
         for holding in holdings:
             order = self._orders[holding.uid]
-            known = await order.prepare(batch.most, window)
+            known = await order.prepare(count, window)
             if len(order):
                 chains = Chains(batch.indexes[holding.uid], known)
                 if known:
@@ -699,7 +703,7 @@ class Reclaimer:
         )
         batch = _VictimBatch(self, need)
         goal = Goal(need, amount=need.amount, most_bytes=need.amount, most=batch.most, now=self._clock.now())
-        for source in await self._sources([holding], batch, window):
+        for source in await self._sources([holding], batch, window, batch.most):
             await select_expired(goal, source, batch)
         return await batch.finish()
 

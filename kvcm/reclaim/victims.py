@@ -469,7 +469,7 @@ class ShareOrder:
 
 
 _CANDIDATES_WITHOUT_YIELD = 128
-_SHARED_CANDIDATES_WITHOUT_YIELD = 8192  # then they are read again; requests run whenever the store is asked
+_SHARED_CANDIDATES_KNOWN = 8192  # then they are read again
 _NAMES_LEAVES = "leaf_lru"
 _DELETING = LocationStatus.DELETING
 _MOST_THINNING_CANDIDATES = 512  # candidates that are checked for states between, before whole blocks go
@@ -656,7 +656,8 @@ class _Selection:
     def __init__(self, goal: Goal, shares: ShareOrder, sink: VictimSink, scan: ScanState) -> None:
         self.victims: list[Victim] = []
         self._scan = scan
-        self._candidates_seen = 0
+        self._candidates_seen = 0  # since requests ran
+        self._candidates_known = 0  # since they were read
         self._need = goal.need
         self._left = goal.amount
         self._bytes_left = goal.most_bytes
@@ -687,10 +688,14 @@ class _Selection:
     async def _yield_to_requests(self, sources: Sequence[Source]) -> None:
         """Let requests run where many candidates do not help, or one has many descendants; records are stale then."""
         self._candidates_seen += 1 + sum([source.chains.take_read_count() for source in sources])
+        if self._candidates_seen < _CANDIDATES_WITHOUT_YIELD:
+            return
+        self._candidates_known += self._candidates_seen
+        self._candidates_seen = 0
+        await self._sink.yield_to_requests()
         is_shared = any(source.chains.is_shared for source in sources)
-        if self._candidates_seen >= (_SHARED_CANDIDATES_WITHOUT_YIELD if is_shared else _CANDIDATES_WITHOUT_YIELD):
-            self._candidates_seen = 0
-            await self._sink.yield_to_requests()
+        if not is_shared or self._candidates_known >= _SHARED_CANDIDATES_KNOWN:
+            self._candidates_known = 0
             for source in sources:
                 await source.chains.renew()
 
