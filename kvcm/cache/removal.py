@@ -108,8 +108,8 @@ class Remover:
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
             now = self._clock.now()  # a store that takes its time must not eat up the delay
-            due = common_due(now + delay)
-            return _mark_deleting(old, choose(key, old), common_due(now), due) if old is not None else None
+            due = common_due(now, delay)
+            return _mark_deleting(old, choose(key, old), common_due(now, 0.0), due) if old is not None else None
 
         for page in batches(list(keys), cache.batch_keys):
             delay = self.delay_seconds(cache.instance)

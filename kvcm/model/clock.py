@@ -28,10 +28,13 @@ class SystemClock:
         return time.monotonic() + self._offset
 
 
-def common_due(at: float) -> float:
-    """Return a time at which all can be due that is marked at about the same moment: up to 16 ms after `at`.
+def common_due(now: float, delay_seconds: float) -> float:
+    """Return when things are due that are marked now, the same for all that is marked at about this moment: up to 16 ms
+    after the delay, and at once where there is none.
 
     A store of runs keeps blocks together whose records differ in nothing but their chunks (`kvcm.index.run_codec`); a
     due time of its own would tear each out of its run.
     """
-    return math.ceil(at * _PARTS_OF_A_SECOND) / _PARTS_OF_A_SECOND
+    if delay_seconds <= 0:
+        return math.floor(now * _PARTS_OF_A_SECOND) / _PARTS_OF_A_SECOND
+    return math.ceil((now + delay_seconds) * _PARTS_OF_A_SECOND) / _PARTS_OF_A_SECOND

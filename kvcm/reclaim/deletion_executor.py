@@ -90,7 +90,7 @@ def expired(old: BlockRecord | None, now: float, delay_seconds: float) -> BlockR
             return location
         if location.pinned_until > now:
             return location._replace(deadline=location.pinned_until)
-        return location._replace(status=LocationStatus.DELETING, deadline=common_due(now + delay_seconds))
+        return location._replace(status=LocationStatus.DELETING, deadline=common_due(now, delay_seconds))
 
     return _changed(old, expire)
 

@@ -715,7 +715,7 @@ class Reclaimer:
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
             now = self._clock.now()  # per key: a slow store must not shorten the delay
-            return marked(old, evictions[key], now, common_due(now + delay))
+            return marked(old, evictions[key], now, common_due(now, delay))
 
         # Read before: a shared store drops the access time of a block as soon as it is marked.
         sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]
