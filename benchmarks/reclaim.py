@@ -107,7 +107,7 @@ QUICK = (Plan(blocks=30_000, evicted=3_000, seconds=2.0, rounds=2), Plan("redis"
 
 
 class Case(NamedTuple):
-    """What is measured in one process.
+    """A measurement in one process.
 
     Attributes:
         policy: how blocks are ordered.

@@ -143,7 +143,7 @@ def newly_deleting(old: BlockRecord | None, new: BlockRecord | None) -> list[Loc
 # they are recent; the compare-and-set that marks victims decides.
 
 _NOTHING: frozenset[str] = frozenset()
-_MOST_DESCENDANTS = 4096  # that are read ahead: a block may have a million
+_MOST_CHILDREN_READ = 4096  # with their parents: a block may have a million
 _SHARED_BLOCKS_WITHOUT_YIELD = 256  # a millisecond
 
 
@@ -185,7 +185,7 @@ class Chains:
         await self.records(list(keys))
         await self.families(keys)
         followers = [child for key in keys for child in self._families[key]]
-        await self.records(followers[:_MOST_DESCENDANTS])
+        await self.records(followers[:_MOST_CHILDREN_READ])
 
     async def read_ahead(self, key: int, most: int) -> None:
         """Read what follows a block of a shared store, about so many blocks: level by level each block of a chain would
@@ -288,13 +288,6 @@ class Chains:
         """Return the locations of a block that can be read and were not selected."""
         chosen = self._chosen.get(key, _NOTHING)
         return [each for each in record.locations if each.status is LocationStatus.SERVING and each.id not in chosen]
-
-    def only_location(self, key: int, record: BlockRecord | None) -> Location | None:
-        """Return the location of a block that has no other, if it serves and was not selected."""
-        if record is None or len(record.locations) != 1 or key in self._chosen:
-            return None
-        (location,) = record.locations
-        return location if location.status is LocationStatus.SERVING else None
 
     def choose(self, key: int, location_ids: Iterable[str]) -> None:
         """Count these locations of a block as gone from now on."""
@@ -568,7 +561,7 @@ class Scope(IntEnum):
     AS_COLD = 0
     """Redundant copies of the blocks before a candidate, and the tail behind it, as long as they are as cold."""
     ANY_COPY = 1
-    """Such copies, however lately they were read."""
+    """Such copies and tails, however lately they were read."""
     DESCENDANTS = 2
     """The descendants of a candidate, although their eviction does not help: they could not be read without it."""
 
@@ -721,22 +714,17 @@ class _Selection:
 
     async def _select_line(self, source: Source, leaf: Candidate, line: Sequence[int]) -> None:
         """Select the blocks before a leaf that was selected, each of which is the next candidate when the one behind it
-        goes: as many as have one location, which can go. The order yields the others in their turn."""
+        goes. The order yields those that stay, and what is before them, in their turn."""
         end = await source.chains.record(leaf.key)
         if end is None or source.chains.is_living(leaf.key, end):
             return
         last: tuple[int, BlockRecord] | None = None
         for key, record in zip(line, await source.chains.records(line), strict=True):
-            location = source.chains.only_location(key, record)
-            if location is None or record is None or location.pinned_until > self._now or self.is_enough():
+            if self.is_enough() or record is None or not self._useful_locations(source, key, record):
                 break
-            if not self._need.filter(location.place):
+            self._evict(source, key, record, leaf.policy)
+            if source.chains.is_living(key, record):
                 break
-            ids = frozenset((location.id,))
-            source.chains.choose(key, ids)
-            source.order.discard(key)
-            amount = 1 if self._need.counts_blocks else location.size_bytes
-            self._add(source, Eviction(key, ids, leaf.policy), amount, location.size_bytes)
             last = key, record
         if last is not None:
             key, record = last

@@ -223,6 +223,24 @@ async def test_blocks_that_are_read_around_others_are_as_if_read_alone(
         assert found.keys() >= stored.keys() & set(asked)
 
 
+async def test_random_records_are_all_there_are_where_more_are_asked_for(managers: Managers) -> None:
+    """Of 300 blocks that were stored one by one, which no store can keep together, and 300 that were stored at once."""
+    ours, theirs = managers
+    for key in range(1, 301):
+        await write(ours, {key: record(depth=key)})
+    await write(ours, {key: record(parent=key - 1, depth=key) for key in range(301, 601)})
+    await write(ours, dict.fromkeys(range(1, 601, 7)))
+    kept = [key for key in range(1, 601) if key % 7 != 1]
+    await ours.touch(dict.fromkeys(kept[::3], 2), 5000)
+    stored = zip(await ours.get_many(kept), await ours.accesses(kept), strict=True)
+    found = await theirs.random_records(1 << 13, Random(1))
+    assert found == dict(zip(kept, stored, strict=True))
+    for count in (1, 100):
+        some = await theirs.random_records(count, Random(count))
+        assert some.items() <= found.items()
+        assert count <= len(some) < len(found)
+
+
 async def everything(backend: IndexBackend) -> list[object]:
     """All that can be asked of keys and parents up to 9."""
     keys = range(10)

@@ -68,6 +68,13 @@ local function keys_at(name)
   if head == '' then return '' end
   return string.sub(head, 2, 1 + 8 * math.min(string.byte(head), math.floor((#head - 1) / 8)))
 end
+
+-- Returns where a key begins among keys, nil where it is not one of them.
+local function find(keys, key)
+  local at = string.find(keys, key, 1, true)
+  while at and at % 8 ~= 1 do at = string.find(keys, key, at + 1, true) end
+  return at
+end
 """
 _NOTICES: Final = """
 -- Managers that keep answers for these blocks forget them.
@@ -381,8 +388,7 @@ local function change_some(group, g, size)
   for i = 1, size do
     local id = ids[starts[g] + i]
     local value = id and values[id]
-    local at = value and string.find(keys_of(value), all[starts[g] + i], 1, true)
-    while at and at % 8 ~= 1 do at = string.find(keys_of(value), all[starts[g] + i], at + 1, true) end
+    local at = value and find(keys_of(value), all[starts[g] + i])
     if not at then
       if group[1] == '\\0\\0\\0\\0\\0\\0\\0\\0' then coming[#coming + 1] = i else lost[#lost + 1] = starts[g] + i end
     elseif fits(value, group[1]) then
@@ -802,9 +808,7 @@ local heads, found = {}, {}
 for i, id in ipairs(redis.call('HMGET', KEYS[1], unpack(ARGV))) do
   if id then
     heads[id] = heads[id] or keys_at(KEYS[2] .. id)
-    local at = string.find(heads[id], ARGV[i], 1, true)
-    while at and at % 8 ~= 1 do at = string.find(heads[id], ARGV[i], at + 1, true) end
-    if not at then found[#found + 1] = ARGV[i] end
+    if not find(heads[id], ARGV[i]) then found[#found + 1] = ARGV[i] end
   end
 end
 return found
@@ -816,12 +820,6 @@ FAMILIES: Final = Script(
 -- KEYS: children, index, what names of runs begin with. ARGV: keys of parents.
 -- Returns for each what stands of its family, parent and child, one relation after the other; not for all where that
 -- takes more than 32 runs.
-local function find(keys, key)
-  local at = string.find(keys, key, 1, true)
-  while at and at % 8 ~= 1 do at = string.find(keys, key, at + 1, true) end
-  return at
-end
-
 local ids = redis.call('HMGET', KEYS[2], unpack(ARGV))
 local last, runs, seen = #ARGV, {}, {}
 for i, id in ipairs(ids) do

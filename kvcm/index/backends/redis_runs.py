@@ -482,12 +482,10 @@ class RunsBackend(SharedCounts):
         sizes = await self._client.execute([(b"ZCARD", tag.order) for tag in self._tags])
         ends = list(accumulate(sizes))
         found: dict[int, tuple[BlockRecord, Access]] = {}
-        drawn: set[int] = set()
-        while len(found) < count and len(drawn) < ends[-1]:
-            size = -(-(count - len(found)) // MOST_BLOCKS)
-            places = set(random.sample(range(ends[-1]), min(size, ends[-1]))) - drawn
-            drawn |= places
-            found.update(await self._records_at(places, ends))
+        places, size = random.sample(range(ends[-1]), min(count, ends[-1])), -(-count // MOST_BLOCKS)
+        while places and len(found) < count:
+            found.update(await self._records_at(places[:size], ends))
+            places, size = places[size:], 2 * size  # runs may be of a block each
         return found
 
     async def _records_at(self, places: Iterable[int], ends: Sequence[int]) -> Mapping[int, tuple[BlockRecord, Access]]:
