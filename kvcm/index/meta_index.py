@@ -31,8 +31,10 @@ from kvcm.index.backends.backend import (
     IndexBackend,
     RowObserver,
     Rows,
+    RunChange,
     SharedBackend,
     StagedChange,
+    StoredRun,
     UniformRun,
     read_fresh,
     read_records,
@@ -172,6 +174,11 @@ class MetaIndex:
     def is_shared(self) -> bool:
         """Whether other managers change the blocks too."""
         return self._backend.is_shared
+
+    @property
+    def has_runs(self) -> bool:
+        """Whether blocks of a shared store lie together, and not each by itself."""
+        return self._backend.is_shared and cast("SharedBackend", self._backend).has_runs
 
     @property
     def awaits(self) -> bool:
@@ -484,6 +491,45 @@ class MetaIndex:
         follows: about `most` in all."""
         return await cast("SharedBackend", self._backend).get_around(keys, most)
 
+    async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
+        """Return the runs of a shared store in which so many of the coldest blocks lie, from about a position
+        on."""
+        return await cast("SharedBackend", self._backend).coldest_runs(count, offset)
+
+    async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
+        """Return the runs in which blocks of a shared store lie, and those that follow: about `most` blocks in all."""
+        return await cast("SharedBackend", self._backend).runs_around(keys, most)
+
+    async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
+        """Return for each run parent and child of relations of its blocks with others, that do not directly follow them
+        there; at most so many of each parent."""
+        return await cast("SharedBackend", self._backend).outer_families(runs, most)
+
+    async def change_runs(self, changes: Sequence[RunChange]) -> Collection[int]:
+        """Change blocks of a shared store that lie together, or remove them; return the keys of those that changed
+        meanwhile, and are left as they are.
+
+        Raises:
+            StorageIOError: the store failed.
+        """
+        keys = [key for run, _ in changes for key in run.keys]
+        kept = sum(len(run.keys) for run, locations in changes if locations)
+        kind = "update" if kept else "delete"
+        measure_all({"meta_searcher.indexer_query_times": 1, "meta_indexer.query_key_count": len(keys)})
+        note = self._on_usage()
+        with timed(_READ_MODIFY_WRITE, f"meta_indexer.{kind}_io_time_us"):
+            try:
+                written = await uninterrupted(cast("SharedBackend", self._backend).change_runs(changes))
+            finally:
+                self._answers.forget(keys)
+                self._generation += 1
+        lost = set(written.lost)
+        measure(_CHANGED_KEYS[kind], len(keys) - len(lost))
+        gone = [key for run, locations in changes if not locations for key in run.keys if key not in lost]
+        if gone or any(written.usage.values()):
+            note(written.usage, -len(gone))
+        return lost
+
     async def children(self, key: int) -> list[int]:
         """Return the blocks that directly follow `key` in some prefix chain."""
         return await self._backend.children(key)
@@ -496,6 +542,10 @@ class MetaIndex:
         """Return blocks with a location whose session, delay before deletion or time to live has ended, earliest
         first."""
         return await self._backend.due(now, most)
+
+    async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
+        """Return such blocks of a shared store by runs: about so many."""
+        return await cast("SharedBackend", self._backend).due_runs(now, most)
 
     @property
     def most_touched(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvcm.index.backends.backend import UniformRun
+from kvcm.index.backends.backend import StoredRun, UniformRun
 from kvcm.index.codec import STAMP_SIZE, StampedRecord, decode_header, header_of, new_stamp
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import join_keys, mixed, pack_keys, split_keys
@@ -34,6 +34,7 @@ __all__ = [
     "MOST_BLOCKS",
     "RUN_VERSION",
     "decode_runs",
+    "decode_stored",
     "decode_uniform",
     "encode_blocks",
     "encode_headers",
@@ -158,6 +159,28 @@ def decode_uniform(runs: Sequence[bytes]) -> tuple[list[UniformRun], dict[int, S
             others.update(decode_runs([value]))
         at += len(bodies)
     return uniform, others
+
+
+def decode_stored(runs: Sequence[bytes]) -> list[StoredRun]:
+    """Return runs as they are stored.
+
+    Raises:
+        StorageIOError: another release wrote one, or it is damaged.
+    """
+    found: list[StoredRun] = []
+    parts = [_split(value) for value in runs]
+    keys = split_keys(b"".join(map(keys_of, runs)))
+    at = 0
+    for (headers, bodies), value in zip(parts, runs, strict=True):
+        end = at + len(bodies)
+        (depth,) = _words(1).unpack_from(value, _KEYS_AT + 20 * len(bodies) - 4)
+        locations = tuple([tuple.__new__(Location, (*before, b"", *after)) for before, after in headers])
+        chunks: Sequence[Sequence[bytes]] = [bodies]
+        if len(headers) > 1:
+            chunks = list(zip(*[_chunks_of(body, len(headers)) for body in bodies], strict=True))
+        found.append(StoredRun(value[1:_COUNT_AT], keys[at:end], depth & ~_HEADLESS, locations, chunks))
+        at = end
+    return found
 
 
 _Headers: TypeAlias = Sequence[tuple[tuple[Any, ...], tuple[Any, ...]]]

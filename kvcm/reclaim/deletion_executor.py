@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
+from kvcm.index.backends.backend import StoredRun
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.meta_index import Change, IndexHandle
 from kvcm.model.clock import Clock, common_due
@@ -291,6 +292,7 @@ class StorageWorkers:
 
 _SLICE_BLOCKS = 64
 """Blocks that the event loop may be held for: half a millisecond of a quiet machine."""
+_RUNS_OF_A_CHANGE = 8
 _MOST_IN_A_BATCH = 128
 _MOST_IN_FLIGHT = 1024  # per index and storage: the rest is postponed where the storage is slow
 _log = structlog.get_logger("kvcm.reclaim")
@@ -309,6 +311,12 @@ class Deleted:
     blocks: int = 0
     locations: int = 0
     byte_count: int = 0
+
+    def add_blocks(self, items: Sequence[DeletionItem]) -> None:
+        """Count blocks whose only locations are gone."""
+        self.blocks += len(items)
+        self.locations += len(items)
+        self.byte_count += sum([item.size_bytes for item in items])
 
     def add(self, changes: Iterable[Change]) -> None:
         """Count the locations that changes took out of records."""
@@ -350,7 +358,7 @@ class Deletions:
         self._workers_per_storage = workers_per_storage
         self._batch_size = min(_MOST_IN_A_BATCH, _MOST_IN_FLIGHT // workers_per_storage)
         self._workers: dict[str, StorageWorkers] = {}
-        self._in_flight: set[tuple[int, int, str]] = set()
+        self._in_flight: dict[tuple[int, int, str], StoredRun | None] = {}  # with the run that has no other location
         self._in_flight_of: defaultdict[int, Counter[str]] = defaultdict(Counter)  # by uid and storage
         self._tasks: set[asyncio.Task[None]] = set()
         self.give_way = turns.pause
@@ -372,19 +380,21 @@ class Deletions:
         swift = sum(count for storage, count in counts if count and not self._workers_of(storage).is_slow)
         return swift >= self._workers_per_storage * self._batch_size
 
-    def start(self, handle: IndexHandle, key: int, location: Location) -> DeletionItem | None:
+    def start(
+        self, handle: IndexHandle, key: int, location: Location, run: StoredRun | None = None
+    ) -> DeletionItem | None:
         """Start a deletion; None when it is in flight already."""
         claim = (handle.uid, key, location.id)
         if claim in self._in_flight:
             return None
-        self._in_flight.add(claim)
+        self._in_flight[claim] = run
         self._in_flight_of[handle.uid][location.storage] += 1
         return DeletionItem.of(handle.instance_id, handle.uid, key, location)
 
     def release(self, items: Iterable[DeletionItem]) -> None:
         """End deletions that `start` began."""
         for item in items:
-            self._in_flight.remove((item.uid, item.key, item.location_id))
+            del self._in_flight[item.uid, item.key, item.location_id]
             self._in_flight_of[item.uid][item.storage] -= 1
             assert self._in_flight_of[item.uid][item.storage] >= 0
 
@@ -503,6 +513,25 @@ class Deletions:
 
     async def _drop(self, handle: IndexHandle, items: Sequence[DeletionItem]) -> list[DeletionItem]:
         """Remove the metadata of deleted locations. Return the items that had served and that this call removed."""
+        runs: dict[int, tuple[StoredRun, dict[int, DeletionItem]]] = {}
+        others: list[DeletionItem] = []
+        for item in items:
+            run = self._in_flight[item.uid, item.key, item.location_id]
+            if run is None:
+                others.append(item)
+            else:
+                runs.setdefault(id(run), (run, {}))[1][item.key] = item
+        dropped: list[DeletionItem] = []
+        for some in slices(list(runs.values()), _RUNS_OF_A_CHANGE):
+            await self.give_way()
+            lost = await handle.meta_index.change_runs([(run.only(of_run.keys()), ()) for run, of_run in some])
+            others += [of_run[key] for _, of_run in some for key in lost if key in of_run]
+            gone = [item for _, of_run in some for item in of_run.values() if item.key not in lost]
+            self.deleted.add_blocks(gone)
+            dropped += [item for item in gone if not item.session_id]
+        return dropped + await self._drop_one_by_one(handle, others)
+
+    async def _drop_one_by_one(self, handle: IndexHandle, items: Sequence[DeletionItem]) -> list[DeletionItem]:
         ids = _ids_by_key(items)
         dropped: set[tuple[int, str]] = set()
         for batch in slices(list(ids), _SLICE_BLOCKS):
@@ -718,9 +747,10 @@ class DeletionExecutor:
     async def _scan_due(self, handle: IndexHandle) -> int:
         """Handle the earliest due blocks of an index; return 0 when nothing new is due."""
         now, doubts = self._clock.now(), self._deletions.doubts()
-        keys = await handle.meta_index.due(now, _MOST_BLOCKS + self._deletions.in_flight(handle.uid))
+        most, index = _MOST_BLOCKS + self._deletions.in_flight(handle.uid), handle.meta_index
         found = _Found()
         try:
+            keys = await (self._gather_runs(handle, now, most, found) if index.has_runs else index.due(now, most))
             for batch in slices(keys, _SLICE_BLOCKS):
                 await self._gather(handle, batch, now, found)
             await self._abort_overdue(handle, found)
@@ -732,6 +762,22 @@ class DeletionExecutor:
         self._deletions.release(held)
         self._deletions.submit(handle, _without(found.items, held), doubts)
         return found.count
+
+    async def _gather_runs(self, handle: IndexHandle, now: float, most: int, found: _Found) -> Sequence[int]:
+        """Start the deletions of due blocks that lie together and have no other location; return the other blocks."""
+        others: list[int] = []
+        for run in await handle.meta_index.due_runs(now, most):
+            location = run.locations[0]
+            if len(run.locations) > 1 or location.status is not LocationStatus.DELETING:
+                others += run.keys
+                continue
+            if location.deadline > now:  # changed since
+                continue
+            await self._deletions.give_way()
+            for key, (of_block,) in zip(run.keys, run.locations_by_block(run.locations), strict=True):
+                if item := self._deletions.start(handle, key, of_block, run):
+                    found.items.append(item)
+        return others
 
     async def _gather(self, handle: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:
         """Sort due blocks by kind, and start their deletions."""

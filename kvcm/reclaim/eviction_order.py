@@ -45,6 +45,7 @@ __all__ = [
     "SlotFacts",
     "WindowOrder",
     "WindowScan",
+    "window_size",
 ]
 
 IsOverBudget = Callable[[PrefixClass], bool]
@@ -560,6 +561,11 @@ _SECOND_CHANCES = {"sieve": 1, "s3fifo": 2}
 """Policies that pass over read blocks, and from how many reads on."""
 
 
+def window_size(count: int) -> int:
+    """Return how many of the coldest blocks are read to find so many victims."""
+    return max(_LEAST, _TIMES * count)
+
+
 class WindowOrder:
     """Candidates of one index.
 
@@ -590,7 +596,7 @@ class WindowOrder:
     async def prepare(self, count: int, window: int = 0) -> Mapping[int, BlockRecord]:
         """Fetch a window in which so many victims can be found; send those that have a second chance to the hot end
         while there are too few others."""
-        size = max(_LEAST, _TIMES * count)
+        size = window_size(count)
         for _ in range(_MOST_SWEEPS):
             accesses = dict(await self._index.coldest(size, window * size))
             is_whole = len(accesses) < size

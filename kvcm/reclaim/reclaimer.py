@@ -23,16 +23,26 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
+from kvcm.index.backends.backend import Access, RunChange, StoredRun
 from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
 from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError
 from kvcm.model.groups import InstanceGroup, PrefixClass
 from kvcm.model.instances import Instance
-from kvcm.model.locations import BlockRecord, Location
+from kvcm.model.locations import BlockRecord
 from kvcm.reclaim.background import Pacer
-from kvcm.reclaim.eviction_order import TRIGGER_SECONDS, EvictionOrders, Order, OrderPlan, WindowOrder, WindowScan
+from kvcm.reclaim.eviction_order import (
+    TRIGGER_SECONDS,
+    EvictionOrders,
+    Order,
+    OrderPlan,
+    WindowOrder,
+    WindowScan,
+    window_size,
+)
 from kvcm.reclaim.media import HeldBytes, MediaPressure
 from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, UsageReader, needs
+from kvcm.reclaim.run_victims import ColdRuns, can_go_by_runs, select_runs
 from kvcm.reclaim.victims import (
     Chains,
     Eviction,
@@ -42,6 +52,7 @@ from kvcm.reclaim.victims import (
     Source,
     Victim,
     marked,
+    marked_location,
     newly_deleting,
     select_expired,
     select_victims,
@@ -78,7 +89,7 @@ class _VictimBatch:
         self.is_shared = any(self.indexes[holding.uid].is_shared for holding in need.usages)
         self.most = _SHARED_BLOCKS if self.is_shared else _BLOCKS
         self._gathered: dict[int, tuple[Source, dict[int, Eviction]]] = {}
-        self._marked: dict[int, tuple[Source, list[tuple[str, Change]]]] = {}
+        self._marked: list[EvictionRecord] = []
 
     def add(self, victim: Victim) -> None:
         """Keep a victim for the end."""
@@ -98,22 +109,27 @@ class _VictimBatch:
         gathered, self._gathered = self._gathered, {}
         try:
             for uid, (source, evictions) in gathered.items():
-                _, blocks = self._marked.setdefault(uid, (source, []))
-                blocks += await self._reclaimer.mark(source, self.indexes[uid], evictions)
+                self._marked += await self._reclaimer.mark(self._need, source, self.indexes[uid], evictions)
         finally:
             for source, _ in gathered.values():
                 await source.order.settle()
+
+    async def mark_runs(self, sources: Sequence[ColdRuns]) -> None:
+        """Mark what was chosen of runs."""
+        for source in sources:
+            runs = source.taken()
+            if runs:
+                index = self.indexes[source.holding.uid]
+                self._marked.append(await self._reclaimer.mark_runs(self._need, source, index, runs))
 
     async def finish(self) -> int:
         """Mark the gathered victims; return how many blocks were marked in total."""
         try:
             await self._mark_gathered()
         finally:  # also after a failure: report the blocks that were marked before
-            blocks = [
-                self._reclaimer.report(self._need, source.holding, marked_blocks)
-                for source, marked_blocks in self._marked.values()
-            ]
-        return sum(blocks)
+            for evicted in self._marked:
+                self._reclaimer.report(evicted)
+        return sum(len(evicted.keys) for evicted in self._marked)
 
 
 # The needs of one look, served batch by batch, one need after the other.
@@ -231,20 +247,69 @@ class EvictionRecord:
         instance: the instance.
         need: the need that they serve.
         policy: name of the policy that selected them.
-        changes: of its index.
+        keys: of the blocks.
+        locations: how many of their locations were marked.
+        size_bytes: bytes of these.
+        changes: of its index; they may be made only when they are asked for.
         delay_seconds: until the bytes may go.
     """
 
     instance: Instance
     need: ReclaimNeed
     policy: str
-    changes: Sequence[Change]
+    keys: Sequence[int]
+    locations: int
+    size_bytes: int
+    changes: Iterable[Change]
     delay_seconds: float
 
-    @property
-    def locations(self) -> list[Location]:
-        """The marked locations."""
-        return [location for change in self.changes for location in newly_deleting(change.old, change.new)]
+    @classmethod
+    def of(cls, holding: InstanceUsage, need: ReclaimNeed, policy: str, changes: Sequence[Change]) -> EvictionRecord:
+        """Return the record of blocks that changed one by one."""
+        sizes = [each.size_bytes for change in changes for each in newly_deleting(change.old, change.new)]
+        keys, delay = [change.key for change in changes], _delay_seconds(holding.group)
+        return cls(holding.instance, need, policy, keys, len(sizes), sum(sizes), changes, delay)
+
+    @classmethod
+    def of_runs(cls, source: ColdRuns, need: ReclaimNeed, runs: _MarkedRuns) -> EvictionRecord:
+        """Return the record of blocks that changed as runs."""
+        counts = [(len(keys), run.locations) for keys, run in zip(runs.keys, runs.runs, strict=True)]
+        return cls(
+            source.holding.instance,
+            need,
+            source.policy,
+            keys=[key for some in runs.keys for key in some],
+            locations=sum(count * len(locations) for count, locations in counts),
+            size_bytes=sum(count * each.size_bytes for count, locations in counts for each in locations),
+            changes=runs,
+            delay_seconds=_delay_seconds(source.holding.group),
+        )
+
+
+class _MarkedRuns:
+    """The changes of blocks that were marked as runs.
+
+    Args:
+        changes: before and after.
+        lost: blocks that are left as they were.
+
+    Attributes:
+        runs: before.
+        keys: of each in the order in which they went, without those that are left.
+    """
+
+    def __init__(self, changes: Sequence[RunChange], lost: Collection[int]) -> None:
+        self._changes = changes
+        self._lost = lost
+        self.runs = [run for run, _ in changes]
+        self.keys = [[key for key in reversed(run.keys) if key not in lost] for run in self.runs]
+
+    def __iter__(self) -> Iterator[Change]:
+        for run, locations in self._changes:
+            olds, news = (list(run.locations_by_block(each)) for each in (run.locations, locations))
+            for key, old, new in zip(reversed(run.keys), reversed(olds), reversed(news), strict=True):
+                if key not in self._lost:
+                    yield Change(key, BlockRecord(None, 0, old), BlockRecord(None, 0, new))
 
 
 @dataclass(slots=True)
@@ -269,11 +334,10 @@ class ReclaimStats:
     def record(self, evicted: EvictionRecord) -> None:
         """Count marked blocks."""
         label = (evicted.instance.instance_group_name, evicted.policy, evicted.need.reason.value)
-        locations = evicted.locations
-        self.evicted_keys[label] += len(evicted.changes)
-        self.evicted_bytes[label] += sum(location.size_bytes for location in locations)
-        self.submitted_blocks += len(evicted.changes)
-        self.submitted_locations += len(locations)
+        self.evicted_keys[label] += len(evicted.keys)
+        self.evicted_bytes[label] += evicted.size_bytes
+        self.submitted_blocks += len(evicted.keys)
+        self.submitted_locations += evicted.locations
 
 
 # How a follower wakes the leader's reclaimer: over a document of the shared store. Any manager may serve the write that
@@ -624,12 +688,30 @@ class Reclaimer:
         scan.start_batch()
         for _ in range(_MOST_WINDOWS):
             count = goal.most if scan.window else min(goal.most, goal.need.blocks)
+            if await self._choose_runs(goal, shares, batch, scan.window, count):
+                scan.found()
+                break
             sources = await self._sources(goal.need.usages, batch, scan.window, count)
             if sources and await select_victims(goal, sources, shares, batch, ScanState()):
                 scan.found()
                 break
             if scan.passed(is_end=not sources):
                 break
+
+    async def _choose_runs(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch, window: int, count: int) -> int:
+        """Select blocks of whole runs where that is what the policy would do; return how many."""
+        sources: list[ColdRuns] = []
+        for holding in goal.need.usages:
+            order, index = self._orders[holding.uid], batch.indexes[holding.uid]
+            if not can_go_by_runs(goal.need, holding, index, order):
+                return 0
+            sources.append(ColdRuns(goal.need, holding, index, order.plan.policy.name, goal.now))
+        size = window_size(count)
+        for source in sources:
+            await source.read(size, window * size)
+        chosen = await select_runs(goal, sources, shares)
+        await batch.mark_runs(sources)
+        return chosen
 
     def _step_allowance(self, need: ReclaimNeed) -> int:
         """Return how many bytes this round may still mark."""
@@ -707,10 +789,22 @@ class Reclaimer:
             await select_expired(goal, source, batch)
         return await batch.finish()
 
+    async def mark_runs(
+        self, need: ReclaimNeed, source: ColdRuns, index: MetaIndex, runs: Collection[tuple[StoredRun, Access]]
+    ) -> EvictionRecord:
+        """Mark runs of one instance by compare-and-set."""
+        now = self._clock.now()
+        due = common_due(now, _delay_seconds(source.holding.group))
+        changes = [(run, tuple([marked_location(each, due) for each in run.locations])) for run, _ in runs]
+        lost = await index.change_runs(changes)
+        for _, access in runs:
+            self.stats.ages.observe(max(0.0, now - access.at))
+        return EvictionRecord.of_runs(source, need, _MarkedRuns(changes, lost))
+
     async def mark(
-        self, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
-    ) -> list[tuple[str, Change]]:
-        """Mark victims of one instance by compare-and-set; return what changed, each with the policy that chose it."""
+        self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
+    ) -> list[EvictionRecord]:
+        """Mark victims of one instance by compare-and-set; return what changed, by the policy that chose it."""
         delay = _delay_seconds(source.holding.group)
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
@@ -726,25 +820,20 @@ class Reclaimer:
             changes = await index.read_modify_write(evictions, mark)
         finally:
             order.is_evicting = False
-        marked_blocks = [(evictions[change.key].policy, change) for change in changes if change.new is not change.old]
-        for _, change in marked_blocks:
+        by_policy: defaultdict[str, list[Change]] = defaultdict(list)
+        for change in changes:
+            if change.new is change.old:
+                continue
+            by_policy[evictions[change.key].policy].append(change)
             if (access := read_at.get(change.key)) is not None:
                 self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
-        return marked_blocks
+        return [EvictionRecord.of(source.holding, need, policy, some) for policy, some in by_policy.items()]
 
-    def report(self, need: ReclaimNeed, holding: InstanceUsage, marked_blocks: Sequence[tuple[str, Change]]) -> int:
-        """Count and publish marked blocks; return their number."""
-        by_policy: defaultdict[str, list[Change]] = defaultdict(list)
-        for policy, change in marked_blocks:
-            by_policy[policy].append(change)
-        for policy, changes in by_policy.items():
-            evicted = EvictionRecord(
-                holding.instance, need=need, policy=policy, changes=changes, delay_seconds=_delay_seconds(holding.group)
-            )
-            self._marked_bytes[holding.group.name] += sum(location.size_bytes for location in evicted.locations)
-            self.stats.record(evicted)
-            self._on_evicted(evicted)
-        return len(marked_blocks)
+    def report(self, evicted: EvictionRecord) -> None:
+        """Count and publish marked blocks."""
+        self._marked_bytes[evicted.instance.instance_group_name] += evicted.size_bytes
+        self.stats.record(evicted)
+        self._on_evicted(evicted)
 
 
 def _window_order(clock: Clock, random: Random, index: MetaIndex, plan: OrderPlan) -> WindowOrder:

@@ -43,6 +43,7 @@ __all__ = [
     "Victim",
     "VictimSink",
     "marked",
+    "marked_location",
     "newly_deleting",
     "select_expired",
     "select_victims",
@@ -96,8 +97,13 @@ def _parts(location: Location, eviction: Eviction, now: float, due: float) -> It
     if location.status is not LocationStatus.SERVING or location.pinned_until > now:
         return (location,)
     if not eviction.thin or eviction.thin >= set(location.spec_names):
-        return (location._replace(status=LocationStatus.DELETING, deadline=due),)
+        return (marked_location(location, due),)
     return _split(location, eviction.thin, due) if eviction.thin & set(location.spec_names) else (location,)
+
+
+def marked_location(location: Location, due: float) -> Location:
+    """Return a location that is deleting, and whose bytes may go from some unix time on."""
+    return location._replace(status=LocationStatus.DELETING, deadline=due)
 
 
 def _split(location: Location, names: frozenset[str], due: float) -> tuple[Location, Location]:

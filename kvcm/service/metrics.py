@@ -173,10 +173,10 @@ class EvictionMetrics:
     def on_evicted(self, evicted: EvictionRecord) -> None:
         """Remember evicted blocks."""
         instance_id, now, gone = evicted.instance.instance_id, self._now(), self._gone
-        for change in evicted.changes:
-            if (change.key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0:
-                gone.pop((instance_id, change.key), None)
-                gone[instance_id, change.key] = now
+        for key in evicted.keys:
+            if (key * _SPREAD & _MASK) >> 32 & (_ONE_IN - 1) == 0:
+                gone.pop((instance_id, key), None)
+                gone[instance_id, key] = now
         while len(gone) > _MAX_TRACKED:
             del gone[next(iter(gone))]
 

@@ -6,10 +6,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,14 +45,14 @@ from runs_rig import (
 from thoroughness import examples
 
 from kvcm.index.backends import redis_runs
-from kvcm.index.backends.backend import Access, Change, is_resident
+from kvcm.index.backends.backend import Access, Change, StoredRun, is_resident
 from kvcm.index.backends.redis_runs import RunsBackend, TagKeys, channel_of, noticed_blocks
 from kvcm.index.meta_index import MetaIndex
 from kvcm.index.run_codec import decode_runs, encode_blocks, encode_run
 from kvcm.index.search_cache import CacheBudget, compose_answer
 from kvcm.model.errors import StorageIOError
 from kvcm.model.keys import mixed_key, unpack_keys
-from kvcm.model.locations import BlockRecord, BlockRun, LocationStatus, StorageKey
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.model.storages import StorageType
 from kvcm.store.redis import tracking
 from kvcm.store.redis.client import RedisClient, ScriptCall
@@ -107,6 +108,7 @@ STEPS = st.lists(
         st.tuples(st.just("serve"), SELECTIONS, st.integers(0, 5), st.booleans()),
         st.tuples(st.just("serve"), SELECTIONS, st.integers(0, 5), st.booleans()),
         st.tuples(st.sampled_from(["mark", "remove", "second", "reparent", "chunk"]), SELECTIONS, st.just(0), LATENESS),
+        st.tuples(st.sampled_from(["mark runs", "remove runs"]), SELECTIONS, st.just(0), LATENESS),
         st.tuples(st.sampled_from(["touch", "count", "requeue"]), SELECTIONS, st.integers(0, 5), st.booleans()),
         st.tuples(st.just("drop"), st.just([]), st.just(0), st.just(False)),
     ),
@@ -136,12 +138,13 @@ class History:
         self.asked: dict[int, None] = {}  # every key that there ever was
         # What another manager read before the last step.
         self._stale: dict[int, BlockRecord | None] = {}
+        self._stale_runs: Sequence[StoredRun] = ()
         self._stale_versions: Counter[int] = Counter()
 
     async def step(self, step: Step) -> None:
         verb, selection, number, flag = step
         before = dict(zip(self.asked, await self.backend.get_many(list(self.asked)), strict=True))
-        versions = Counter(self.model.versions)
+        versions, runs = Counter(self.model.versions), await self._runs()
         match verb:
             case "begin":
                 await self._begin(selection, number, is_branch=flag)
@@ -152,10 +155,29 @@ class History:
             case "drop":
                 await self.backend.drop()
                 self.model.drop()
+            case "mark runs" | "remove runs":
+                await self._change_runs(verb, set(blocks_of(selection)), self._stale_runs if flag else runs, flag)
             case _:
                 await self._write(verb, blocks_of(selection), is_late=flag)
-        self._stale, self._stale_versions = before, versions
+        self._stale, self._stale_versions, self._stale_runs = before, versions, runs
         await self.check()
+
+    async def _runs(self) -> Sequence[StoredRun]:
+        found = await self.backend.runs_around(list(self.asked), 1 << 20)
+        return list({run.keys[0]: run for run, _ in found}.values())  # one may come again with the next call
+
+    async def _change_runs(self, verb: str, keys: set[int], runs: Sequence[StoredRun], is_late: bool) -> None:
+        chosen = [run.only(some) for run in runs if (some := keys.intersection(run.keys))]
+        before = {key: BlockRecord(None, 0, old) for run in chosen for key, old in _blocks(run, run.locations)}
+        now = {key: record for key in before if (record := self.model.records.get(key)) is not None}
+        verb = verb.removesuffix(" runs")
+        changes = []
+        for run in chosen:
+            locations = _changed(verb, 0, BlockRecord(None, 0, run.locations))
+            changes.append((run, locations.locations if locations is not None else ()))
+        of_model = [Change(key, old, _changed(verb, key, now.get(key, old))) for key, old in before.items()]
+        lost = self.model.write(of_model, self._stale_versions if is_late else Counter(self.model.versions))
+        assert sorted((await self.backend.change_runs(changes)).lost) == sorted(lost)
 
     async def _begin(self, selection: Sequence[tuple[int, int, int, int]], number: int, *, is_branch: bool) -> None:
         runs, known = [], set[int]()
@@ -212,6 +234,7 @@ class History:
         assert await self.backend.get_many(keys) == [model.records.get(key) for key in keys]
         assert await self.backend.accesses(keys) == [model.accesses.get(key) for key in keys], "invariant 3"
         await self._check_runs(keys[::5])
+        await self._check_stored_runs(keys)
         seen = [key async for page in self.backend.scan(50) for key in page]
         assert sorted(seen) == sorted(model.records)
         await self._check_families(keys)
@@ -232,6 +255,29 @@ class History:
             found |= {key: (run.location._replace(chunk=chunk),) for key, chunk in chunks}
         assert found == {key: self.model.records[key].locations for key in found}
         assert found.keys() >= self.model.records.keys() & keys
+
+    async def _check_stored_runs(self, keys: Sequence[int]) -> None:
+        """Blocks that lie together are what the model says of each, whichever way they are found."""
+        model = self.model
+        around = await self.backend.runs_around(keys[::5], 1 << 20)
+        assert {key for run, _ in around for key in run.keys} >= model.records.keys() & set(keys[::5])
+        resident = {key for key, record in model.records.items() if is_resident(record)}
+        coldest = await self.backend.coldest_runs(1 << 20, 0)
+        assert Counter(key for run, _ in coldest for key in run.keys) == Counter(resident)
+        due = await self.backend.due_runs(1700000030.125, 1 << 20)
+        dues = {key for key, each in model.records.items() if each.due is not None and each.due <= 1700000030.125}
+        assert Counter(key for run in due for key in run.keys) == Counter(dues)
+        for run, access in [*around, *coldest]:
+            for key, locations in _blocks(run, run.locations):
+                assert locations == model.records[key].locations
+                assert access.at == model.accesses[key].at
+            assert run.depth == model.records[run.keys[-1]].depth
+        runs = [run for run, _ in await self.backend.runs_around(keys, 1 << 20)]
+        within = {pair for run in runs for pair in pairwise(run.keys)}
+        relations = {(record.parent, key) for key, record in model.records.items() if record.parent is not None}
+        families = await self.backend.outer_families(runs, 1 << 10)
+        for run, family in zip(runs, families, strict=True):
+            assert sorted(family) == sorted(pair for pair in relations - within if pair[0] in run.keys)
 
     async def _check_families(self, keys: Sequence[int]) -> None:
         families: dict[int, list[int]] = {key: [] for key in keys}
@@ -259,6 +305,10 @@ class History:
                 assert [dues[key] for key in found] == sorted(due for due in dues.values() if due <= now)[:most]
 
 
+def _blocks(run: StoredRun, locations: tuple[Location, ...]) -> Iterator[tuple[int, tuple[Location, ...]]]:
+    return zip(run.keys, run.locations_by_block(locations), strict=True)
+
+
 def _changed(verb: str, key: int, old: BlockRecord) -> BlockRecord | None:
     match verb:
         case "remove":
@@ -280,6 +330,17 @@ def _changed(verb: str, key: int, old: BlockRecord) -> BlockRecord | None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(steps=STEPS)
+@example(
+    steps=[
+        ("begin", [(0, 0, 150, 1)], 0, False),
+        ("serve", [(0, 0, 150, 1)], 0, False),
+        ("begin", [(1, 100, 30, 1)], 0, True),
+        ("mark runs", [(0, 40, 60, 1)], 0, False),
+        ("mark runs", [(0, 20, 60, 1)], 0, True),
+        ("remove runs", [(0, 60, 20, 2)], 0, False),
+        ("mark runs", [(0, 0, 150, 1)], 0, True),
+    ]
+)
 async def test_any_history_leaves_what_a_dict_would_hold(client: RedisClient, tags: int, steps: list[Step]) -> None:
     history = History(client, tags)
     for step in steps:

@@ -141,6 +141,7 @@ class SharedBackend(RecordByRecord):
 
     awaits = True
     is_shared = True
+    has_runs = False
     due_from = 0.0
     revision = None
 

@@ -205,7 +205,7 @@ class EvictionRig:
         before = len(self.evicted)
         while await self.reclaimer.reclaim():
             pass
-        return [change.key for evicted in self.evicted[before:] for change in evicted.changes]
+        return [key for evicted in self.evicted[before:] for key in evicted.keys]
 
     async def resident(self, index: MetaIndex) -> dict[int, BlockRecord]:
         """The blocks that can be read."""

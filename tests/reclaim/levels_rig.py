@@ -36,6 +36,7 @@ from kvcm.model.locations import LocationStatus, decode_chunk
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageSpec, StorageType, TairMemPoolStorageSpec
 from kvcm.reclaim.needs import Limits, WatermarkCheck
 from kvcm.reclaim.reclaimer import EvictionRecord, Reclaimer
+from kvcm.reclaim.victims import newly_deleting
 
 __all__ = ["BLOCK", "LEVELS_POOL", "Levels", "group", "instance", "levels"]
 
@@ -239,19 +240,23 @@ class Levels(ManagerCore):
 
     def order(self) -> list[int]:
         """Return the keys of the marked blocks, in the order of marking."""
-        return [change.key for each in self.evicted for change in each.changes]
+        return [key for each in self.evicted for key in each.keys]
 
     def reasons(self) -> Counter[str]:
         """Return how many blocks were marked for which reason."""
         counts: Counter[str] = Counter()
         for each in self.evicted:
-            counts[each.need.reason.value] += len(each.changes)
+            counts[each.need.reason.value] += len(each.keys)
         return counts
 
     def marked_uris(self) -> list[str]:
         """Return the uris of everything that was marked."""
         return [
-            spec.uri for each in self.evicted for place in each.locations for spec in decode_chunk(place.chunk).specs
+            spec.uri
+            for each in self.evicted
+            for change in each.changes
+            for place in newly_deleting(change.old, change.new)
+            for spec in decode_chunk(place.chunk).specs
         ]
 
     async def existing(self, uris: Sequence[str], storage: str = "a") -> list[bool]:

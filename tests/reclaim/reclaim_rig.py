@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fake_clock import FakeClock
 
@@ -99,7 +100,7 @@ class Rig:
         overdue: the sessions that the executor asked to end: (uid, blocks by session) each.
     """
 
-    def __init__(self, names: Sequence[str] = ("a", "b")) -> None:
+    def __init__(self, names: Sequence[str] = ("a", "b"), backend: Any = None) -> None:
         self.clock = FakeClock()
         self.directory = StorageDirectory("cluster")
         for name in names:
@@ -110,7 +111,7 @@ class Rig:
         self.events = EventLog(now=self.clock.now)
         self.overdue: list[tuple[int, Mapping[str, Sequence[int]]]] = []
         self.executor = self.new_executor()
-        self.backend = MemoryBackend()
+        self.backend: Any = backend if backend is not None else MemoryBackend()
         self.index = MetaIndex(self.backend, self.directory)
         self.owned = [owned_index("i", 1, self.index)]
 
@@ -166,6 +167,36 @@ class Rig:
         owned: int = 0,
     ) -> tuple[str, ...]:
         """Add a location to a block and return its uris; one that is serving has no deadline without seconds."""
+        place, uris = await self._place(
+            key, storage, status, location_id, after_seconds=after_seconds, pinned_seconds=pinned_seconds, specs=specs
+        )
+
+        def add(_key: int, old: BlockRecord | None) -> BlockRecord:
+            return BlockRecord(None, 0, (*(old.locations if old is not None else ()), place))
+
+        await self.owned[owned].meta_index.read_modify_write([key], add)
+        return uris
+
+    async def chain(self, keys: Sequence[int]) -> list[tuple[str, ...]]:
+        """Mark blocks as deleting that follow one another and were written together; return the uris of each."""
+        places = [await self._place(key, "a", LocationStatus.DELETING, "l", specs=("tp0", "tp1")) for key in keys]
+        chained = zip(keys, (None, *keys), places, strict=False)
+        await self.index.put(
+            {key: BlockRecord(parent, at, (place,)) for at, (key, parent, (place, _)) in enumerate(chained)}
+        )
+        return [uris for _, uris in places]
+
+    async def _place(
+        self,
+        key: int,
+        storage: str,
+        status: LocationStatus,
+        location_id: str,
+        *,
+        specs: Sequence[str],
+        after_seconds: float = 0.0,
+        pinned_seconds: float = 0.0,
+    ) -> tuple[Location, tuple[str, ...]]:
         backend = self.directory.backend(storage)
         parts = [Part(name, key, 8) for name in specs]
         uris = (
@@ -188,12 +219,7 @@ class Rig:
             deadline=self.clock.now() + after_seconds if after_seconds or status is not LocationStatus.SERVING else 0.0,
             pinned_until=self.clock.now() + pinned_seconds,
         )
-
-        def add(_key: int, old: BlockRecord | None) -> BlockRecord:
-            return BlockRecord(None, 0, (*(old.locations if old is not None else ()), place))
-
-        await self.owned[owned].meta_index.read_modify_write([key], add)
-        return tuple(uris)
+        return place, tuple(uris)
 
     async def left(self, owned: int = 0) -> list[int]:
         return sorted([key async for page in self.owned[owned].meta_index.scan() for key in page])

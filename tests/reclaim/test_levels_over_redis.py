@@ -11,6 +11,7 @@ from levels_rig import BLOCK, LEVELS_POOL, Levels, group, instance, levels
 from redis_servers import Standalone
 
 from kvcm.index.backends.redis import RedisBackend
+from kvcm.index.backends.redis_runs import RunsBackend
 from kvcm.model.groups import CachePreferStrategy, EvictionPolicy, PrefixClass
 from kvcm.model.keys import mixed, unmixed
 from kvcm.model.storages import StorageType
@@ -18,11 +19,14 @@ from kvcm.store.redis.client import RedisClient
 from kvcm.store.redis.uri import parse_redis_uri
 
 
-@pytest.fixture(autouse=True)
-async def over_redis(redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+@pytest.fixture(autouse=True, params=[(RedisBackend, 4), (RunsBackend, 1), (RunsBackend, 4)])
+async def over_redis(
+    request: pytest.FixtureRequest, redis_standalone: Standalone, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[None]:
     """Every index of this module lies in a real server."""
+    kind, parts = request.param
     client = RedisClient.of(parse_redis_uri(redis_standalone.uri(f"t{secrets.token_hex(6)}", timeout_ms=10_000)))
-    backend = staticmethod(lambda placement: RedisBackend(client, placement.uid, 4))
+    backend = staticmethod(lambda placement: kind(client, placement.uid, parts))
     monkeypatch.setattr(Levels, "new_backend", backend)
     yield
     await client.close()

@@ -634,7 +634,7 @@ async def test_a_round_serves_groups_in_turns() -> None:
         for each in groups:
             await rig.write_each(range(196), each.name)
         await rig.reclaimer.reclaim()
-        assert [(each.instance.instance_id, len(each.changes)) for each in rig.evicted] == [("g", 32), ("h", 32)] * 3
+        assert [(each.instance.instance_id, len(each.keys)) for each in rig.evicted] == [("g", 32), ("h", 32)] * 3
 
 
 @pytest.mark.parametrize("mark", [0.5, 0.3])

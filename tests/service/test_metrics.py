@@ -24,7 +24,6 @@ from test_transport_process import ManagerProcess, manager, manager_of_module
 from test_transport_sites import Site, mask
 
 from kvcm.cache.prefix_match import Match, MatchMode, MatchQuery
-from kvcm.index.backends.backend import Change
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
 from kvcm.model.keys import BlockMask
 from kvcm.protocol import meta_service_pb2 as pb
@@ -434,8 +433,7 @@ def test_groups_beyond_the_bound_share_their_series() -> None:
 
 
 def _evicted(keys: range) -> EvictionRecord:
-    changes = [Change(key, None, None, False) for key in keys]
-    return EvictionRecord(_instance("a"), cast("ReclaimNeed", None), "lru", changes, 0.0)
+    return EvictionRecord(_instance("a"), cast("ReclaimNeed", None), "lru", keys, 0, 0, changes=(), delay_seconds=0.0)
 
 
 def test_evicted_blocks_that_are_asked_for_again_are_counted_by_how_long_they_were_gone() -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from random import Random
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -29,8 +30,10 @@ __all__ = [
     "ResidentBlocks",
     "RowObserver",
     "Rows",
+    "RunChange",
     "SharedBackend",
     "StagedChange",
+    "StoredRun",
     "Sum",
     "UniformRun",
     "Written",
@@ -105,6 +108,47 @@ class UniformRun(NamedTuple):
     chunks: Sequence[bytes]
 
 
+class StoredRun(NamedTuple):
+    """Blocks that lie together in a shared store: their records differ in nothing but parents, depths and chunks, and
+    they were read alike.
+
+    Attributes:
+        stamp: of the records; a change replaces it.
+        keys: of the blocks, by their depths.
+        depth: of the last block.
+        locations: what those of each block have in common; their `chunk` is empty.
+        chunks: of each location, by block.
+    """
+
+    stamp: bytes
+    keys: Sequence[int]
+    depth: int
+    locations: tuple[Location, ...]
+    chunks: Sequence[Sequence[bytes]]
+
+    def tail(self, count: int) -> StoredRun:
+        """Return the last blocks."""
+        if count == len(self.keys):
+            return self
+        return self._replace(keys=self.keys[-count:], chunks=[some[-count:] for some in self.chunks])
+
+    def only(self, keys: Collection[int]) -> StoredRun:
+        """Return these blocks."""
+        if len(keys) == len(self.keys):
+            return self
+        chosen = [key in keys for key in self.keys]
+        picked = [list(compress(some, chosen)) for some in self.chunks]
+        return self._replace(keys=list(compress(self.keys, chosen)), chunks=picked)
+
+    def locations_by_block(self, locations: Sequence[Location]) -> Iterator[tuple[Location, ...]]:
+        """Yield for each block these locations with its chunks."""
+        for chunks in zip(*self.chunks, strict=True):
+            pairs = zip(locations, chunks, strict=True)
+            yield tuple([tuple.__new__(Location, (*each[:5], chunk, *each[6:])) for each, chunk in pairs])
+
+
+RunChange: TypeAlias = tuple[StoredRun, tuple[Location, ...]]
+"""Blocks, and their locations from now on, without chunks, which stay; none to remove the blocks."""
 FinishRun: TypeAlias = Callable[[UniformRun], UniformRun | None]
 """From blocks that are being written to the same blocks serving, None where these do not end like that. It is pure;
 where the blocks lie and what they take stays as it is."""
@@ -582,6 +626,7 @@ class SharedBackend(IndexBackend, Protocol):
     Attributes:
         ends_at_miss: whether `get_runs` reads no further than to a block without a record where that is enough.
         most_touched: blocks to be touched in one call.
+        has_runs: whether blocks lie together; without that what works on runs is not called.
     """
 
     @property
@@ -589,6 +634,9 @@ class SharedBackend(IndexBackend, Protocol):
 
     @property
     def most_touched(self) -> int: ...
+
+    @property
+    def has_runs(self) -> bool: ...
 
     def leave(self) -> None:
         """Refuse every call from now on: the blocks lie in another store."""
@@ -624,6 +672,22 @@ class SharedBackend(IndexBackend, Protocol):
             keys: of the blocks.
             most: read about so many in all; then some of these blocks may be missing.
         """
+
+    async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
+        """Do `coldest` by runs: return those in which so many blocks lie, the coldest run of each shard first."""
+
+    async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
+        """Do `get_around` by runs; those that cannot be evicted have been read at 0."""
+
+    async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
+        """Return for each run parent and child of relations of its blocks with others, that do not directly follow them
+        there; at most so many of each parent."""
+
+    async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
+        """Do `due` by runs."""
+
+    async def change_runs(self, changes: Sequence[RunChange]) -> Written:
+        """Change blocks as runs; those whose stamp is another one by now lose."""
 
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         """Return the change that adds blocks which are beginning to be written; those that have a record by then

@@ -45,7 +45,9 @@ from kvcm.index.backends.backend import (
     Change,
     FinishRun,
     RowObserver,
+    RunChange,
     StagedChange,
+    StoredRun,
     Sum,
     UniformRun,
     Written,
@@ -814,6 +816,7 @@ class SharedCounts:
     is_shared = True
     ends_at_miss = False
     most_touched = 1024
+    has_runs = False
 
     def __init__(self, client: RedisClient, pending: DueSets, sums: SharedSums) -> None:
         self._client = client
@@ -999,6 +1002,21 @@ class RedisBackend(SharedCounts):
         keys = keys[:most]
         records = zip(keys, await self.get_many(keys), strict=True)
         return {key: record for key, record in records if record is not None}
+
+    async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
+        raise NotImplementedError
+
+    async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
+        raise NotImplementedError
+
+    async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
+        raise NotImplementedError
+
+    async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
+        raise NotImplementedError
+
+    async def change_runs(self, changes: Sequence[RunChange]) -> Written:
+        raise NotImplementedError
 
     async def children(self, key: int) -> list[int]:
         (parent,) = pack_keys((key,))

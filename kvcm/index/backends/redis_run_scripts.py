@@ -21,6 +21,7 @@ __all__ = [
     "AUDIT",
     "CHANGE",
     "COLDEST",
+    "COLDEST_RUNS",
     "DROP",
     "DROP_RUN",
     "FAMILIES",
@@ -29,6 +30,7 @@ __all__ = [
     "LISTING",
     "MEND",
     "NEWER",
+    "OUTER_FAMILIES",
     "PLACES",
     "READ",
     "REQUEUE",
@@ -730,9 +732,11 @@ return found
 AROUND: Final = Script(
     _FENCE
     + """
--- KEYS: index, what names of runs begin with, children, fence. ARGV: how many blocks to read; keys of blocks.
--- Returns for how many keys that was enough, then the run of each, and after each run those that follow its last block.
-check_present(KEYS[4])
+-- KEYS: index, what names of runs begin with, children, access order, fence. ARGV: how many blocks to read; keys of
+-- blocks.
+-- Returns for how many keys that was enough, then score and run of each, and after each run those that follow its last
+-- block.
+check_present(KEYS[5])
 local found, seen, most = {0}, {}, tonumber(ARGV[1])
 
 local function last_of_run(key)
@@ -740,6 +744,7 @@ local function last_of_run(key)
   local value = id and not seen[id] and redis.call('GET', KEYS[2] .. id)
   if not value then return nil end
   seen[id] = true
+  found[#found + 1] = redis.call('ZSCORE', KEYS[4], id)
   found[#found + 1] = value
   local size = 8 * (string.byte(value, 10) or 0)
   most = most - size / 8
@@ -853,6 +858,50 @@ end
 return families
 """
 )
+OUTER_FAMILIES: Final = Script(
+    _CUT
+    + """
+-- KEYS: children. ARGV: how many children to read of a block at most; keys of the blocks of a run, one after the other,
+-- again and again.
+-- Returns for each run parent and child of every relation of its blocks with one that does not follow within a run.
+local most, families, last = tonumber(ARGV[1]), {}, string.rep('\\255', 8)
+for n = 2, #ARGV do
+  local family = {}
+  for _, parent in ipairs(cut(ARGV[n], 8)) do
+    local found = redis.call('ZRANGEBYLEX', KEYS[1], '[' .. parent, '[' .. parent .. last, 'LIMIT', 0, most)
+    for _, relation in ipairs(found) do family[#family + 1] = relation end
+  end
+  families[n - 1] = table.concat(family)
+end
+return families
+"""
+)
+COLDEST_RUNS: Final = Script("""
+-- KEYS: access order, what names of runs begin with. ARGV: how many blocks; how many come before them.
+-- Returns score and value of the runs that they lie in, those left out that cannot be evicted.
+local most, skip, found, rank = tonumber(ARGV[1]), tonumber(ARGV[2]), {}, 0
+while most > 0 do
+  local page = redis.call('ZRANGE', KEYS[1], rank, rank + 15, 'WITHSCORES')
+  if #page == 0 then break end
+  for n = 1, #page, 2 do
+    if tonumber(page[n + 1]) >= 8589934592 or most <= 0 then return found end
+    local name = KEYS[2] .. page[n]
+    local size = string.byte(skip > 0 and redis.call('GETRANGE', name, 9, 9) or '')
+    if size and skip >= size then
+      skip = skip - size
+    else
+      local value = redis.call('GET', name)
+      if value then
+        found[#found + 1] = page[n + 1]
+        found[#found + 1] = value
+        most, skip = most - (string.byte(value, 10) or 0), 0
+      end
+    end
+  end
+  rank = rank + 16
+end
+return found
+""")
 COLDEST: Final = Script(
     _HEADS
     + """

@@ -53,7 +53,9 @@ from kvcm.index.backends.backend import (
     FinishRun,
     PlaceTally,
     RowObserver,
+    RunChange,
     StagedChange,
+    StoredRun,
     Sum,
     UniformRun,
     Written,
@@ -66,12 +68,14 @@ from kvcm.index.backends.redis_run_scripts import (
     AROUND,
     CHANGE,
     COLDEST,
+    COLDEST_RUNS,
     DROP,
     FAMILIES,
     KEYS,
     LIFT_FENCE,
     LISTING,
     NEWER,
+    OUTER_FAMILIES,
     PLACES,
     READ,
     REQUEUE,
@@ -88,14 +92,16 @@ from kvcm.index.locking import shards_of
 from kvcm.index.run_codec import (
     MOST_BLOCKS,
     decode_runs,
+    decode_stored,
     decode_uniform,
     encode_blocks,
     encode_headers,
     encode_run,
+    keys_of,
     new_run_stamp,
 )
 from kvcm.model.keys import cut_keys, join_keys, mixed, pack_keys, split_keys, unpack_keys
-from kvcm.model.locations import BlockRecord, BlockRun, LocationStatus, StorageKey
+from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, StorageKey
 from kvcm.store.redis.client import MOST_KEYS_PER_SCRIPT, Argument, RedisClient, Script, ScriptCall
 from kvcm.store.redis.due_sets import DueSets
 from kvcm.store.redis.tracking import Revisions, owner_of
@@ -111,6 +117,7 @@ _MOST_CALLS_AT_ONCE: Final = 32
 _MOST_KEYS_PER_READ: Final = 1024
 _MOST_KEYS_PER_TOUCH: Final = 1024
 _MOST_RUNS_PER_CALL: Final = 64
+_MOST_RUNS_OF_FAMILIES: Final = 8
 _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
 _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
@@ -258,6 +265,7 @@ class RunsBackend(SharedCounts):
 
     ends_at_miss = True
     most_touched = 4096
+    has_runs = True
 
     def __init__(self, client: RedisClient, uid: int, tags: int, flags: Revisions | None = None, move: int = 0) -> None:
         self._move = move or ""
@@ -328,20 +336,34 @@ class RunsBackend(SharedCounts):
 
     @staged("read", "redis_runs.py:get_around")
     async def get_around(self, keys: Sequence[int], most: int) -> Mapping[int, BlockRecord]:
-        left = [(tag, cut_keys(members)) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
         found: dict[int, BlockRecord] = {}
-        while left:
+        async for _, values in self._around(keys, most):
+            found.update(decode_runs(values))
+        return found
+
+    async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
+        found: list[tuple[StoredRun, Access]] = []
+        async for scores, values in self._around(keys, most):
+            accesses = [access_of(float(score or RETIRED)) for score in scores]
+            found += zip(decode_stored(values), accesses, strict=True)
+        return found
+
+    async def _around(self, keys: Sequence[int], most: int) -> AsyncIterator[tuple[Sequence[Any], Sequence[bytes]]]:
+        """Yield scores and values of runs."""
+        left = [(tag, cut_keys(members)) for tag, _, members in self._parts(keys, _MOST_KEYS_PER_READ)]
+        while left and most > 0:
             per_call = max(1, min(most, _MOST_BLOCKS_PER_CALL))
             answers = await self._run(
                 [
-                    ScriptCall(AROUND, [tag.places, tag.runs, tag.children, tag.fence], [per_call, *some])
+                    ScriptCall(AROUND, [tag.places, tag.runs, tag.children, tag.order, tag.fence], [per_call, *some])
                     for tag, some in left
                 ]
             )
-            found.update(decode_runs([value for answer in answers for value in answer[1:]]))
+            scores, values = ([each for answer in answers for each in answer[first::2]] for first in (1, 2))
+            yield scores, values
+            most -= sum(len(keys_of(value)) for value in values) // _KEY_BYTES
             rest = [(tag, some[answer[0] :]) for (tag, some), answer in zip(left, answers, strict=True)]
-            left = [(tag, some) for tag, some in rest if some] if len(found) < most else []
-        return found
+            left = [(tag, some) for tag, some in rest if some]
 
     async def _read_values(self, keys: Sequence[int], *, stop_at_miss: bool = False) -> list[bytes]:
         """Return the runs with blocks of these keys; with `stop_at_miss` of each tag those before the first miss do."""
@@ -388,16 +410,31 @@ class RunsBackend(SharedCounts):
 
     async def due(self, now: float, most: int) -> list[int]:
         ids = await self._pending.until(now, most)
-        by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
-        for each in ids:
-            if (tag := int.from_bytes(each) >> _TAG_SHIFT) < len(self._tags):  # else it is none of ours
-                by_tag[tag].append(each)
-        parts = [(tag, part) for tag, some in by_tag.items() for part in _cut(some, _MOST_RUNS_PER_CALL)]
+        by_tag = self._ids_by_tag(ids)
+        parts = [(tag, part) for tag, some in by_tag for part in _cut(some, _MOST_RUNS_PER_CALL)]
         answers = await self._run([ScriptCall(KEYS, [self._tags[tag].runs], part) for tag, part in parts])
         keys: dict[bytes, bytes] = {}
         for (_, part), answer in zip(parts, answers, strict=True):
             keys.update(zip(part, answer, strict=True))
         return split_keys(b"".join([keys[each] for each in ids if each in keys]))[:most]
+
+    @staged("read", "redis_runs.py:due_runs")
+    async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
+        found: list[StoredRun] = []
+        for ids in _cut(await self._pending.until(now, most), max(1, most // MOST_BLOCKS)):
+            by_tag = self._ids_by_tag(ids)
+            values = await self._client.mget([[self._tags[tag].runs + each for each in some] for tag, some in by_tag])
+            found += decode_stored([value for of_tag in values for value in of_tag if value is not None])
+            if sum(len(run.keys) for run in found) >= most:
+                break
+        return found
+
+    def _ids_by_tag(self, ids: Iterable[bytes]) -> Sequence[tuple[int, Sequence[bytes]]]:
+        by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
+        for each in ids:
+            if (tag := int.from_bytes(each) >> _TAG_SHIFT) < len(self._tags):  # else it is none of ours
+                by_tag[tag].append(each)
+        return list(by_tag.items())
 
     async def accesses(self, keys: Sequence[int]) -> list[Access | None]:
         found: list[Access | None] = [None] * len(keys)
@@ -424,6 +461,38 @@ class RunsBackend(SharedCounts):
     async def _coldest(self, count: int, start: int, requested: int) -> tuple[list[tuple[bytes, float]], bool]:
         calls = [ScriptCall(COLDEST, [tag.order, tag.runs], [requested, start]) for tag in self._tags]
         return merged(await self._run(calls), count, requested)
+
+    @staged("read", "redis_runs.py:coldest_runs")
+    async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
+        tags = len(self._tags)
+        requested = min(count, 2 * count // tags + MOST_BLOCKS) if tags > 1 else count
+        calls = [ScriptCall(COLDEST_RUNS, [tag.order, tag.runs], [requested, offset // tags]) for tag in self._tags]
+        found: list[tuple[StoredRun, Access]] = []
+        ends: list[Access] = []  # behind the last run of a tag there may be others as cold as that
+        for answer in await self._run(calls):
+            runs = decode_stored(answer[1::2])
+            accesses = [access_of(float(score)) for score in answer[::2]]
+            found += zip(runs, accesses, strict=True)
+            if sum(len(run.keys) for run in runs) >= requested:
+                ends.append(accesses[-1])
+        return [each for each in found if not ends or each[1].at <= min(ends).at]
+
+    @staged("read", "redis_runs.py:outer_families")
+    async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
+        members = [join_keys(run.keys) for run in runs]
+        calls = [
+            ScriptCall(OUTER_FAMILIES, [tag.children], [most, *some])
+            for tag in self._tags
+            for some in _cut(members, _MOST_RUNS_OF_FAMILIES)
+        ]
+        answers = await self._run(calls)
+        per_tag = -(-len(members) // _MOST_RUNS_OF_FAMILIES)
+        parts = [[each for answer in some for each in answer] for some in _cut(answers, per_tag)] if members else []
+        families = [b"".join(each) for each in zip(*parts, strict=True)]
+        relations = split_keys(b"".join(families))
+        ends = [len(family) // _KEY_BYTES for family in families]
+        spans = zip(accumulate(ends, initial=0), accumulate(ends), strict=False)
+        return [list(zip(relations[begin:end:2], relations[begin + 1 : end : 2], strict=True)) for begin, end in spans]
 
     def observe(self, observer: RowObserver | None) -> None:
         """Return None: other managers change the records, too, so an observer would miss changes."""
@@ -514,6 +583,15 @@ class RunsBackend(SharedCounts):
             parts = [part for tag, some in self._changes_by_tag(changes) for part in self._calls(tag, _groups(some))]
         answers = await self._run([part.call for part in parts])
         return self._settled(parts, answers)
+
+    @staged("store", "redis_runs.py:change_runs")
+    async def change_runs(self, changes: Sequence[RunChange]) -> Written:
+        groups: defaultdict[int, list[_Group]] = defaultdict(list)
+        tags = shards_of([run.keys[0] for run, _ in changes], len(self._tags))
+        for tag, (run, locations) in zip(tags, changes, strict=True):
+            groups[tag].append(_group_of_run(run, locations))
+        parts = [part for tag, some in groups.items() for part in self._calls(tag, some)]
+        return self._settled(parts, await self._run([part.call for part in parts]))
 
     def begin(self, run: BlockRun) -> None:
         """Records are added in Redis, by `write_many` and `stage_begin`."""
@@ -772,19 +850,60 @@ def _group(kind: tuple[Any, ...], changes: Sequence[Change]) -> _Group:
     expected, is_run, *_ = kind
     _, old, new, _ = changes[0]
     keys = [change.key for change in changes]
+    if not is_run:
+        return _change_in_place(expected, keys, old, new)
+    assert new is not None
+    content = encode_blocks(keys, [change.new for change in changes if change.new is not None])
+    was_resident = old is not None and is_resident(old)
+    document = _Document(
+        expected,
+        is_run=True,
+        headers=None,
+        stamp=b"",
+        score=new_score(old, new),
+        due=_due_of(new),
+        sums=_sums_of_change(old, new),
+        is_resident=was_resident,
+    )
+    return _Group(keys, 1 - (old is not None), content, document)
+
+
+def _group_of_run(run: StoredRun, locations: tuple[Location, ...]) -> _Group:
+    old = BlockRecord(None, run.depth, run.locations)
+    new = BlockRecord(None, run.depth, locations) if locations else None
+    return _change_in_place(run.stamp, run.keys, old, new)
+
+
+def _change_in_place(stamp: bytes, keys: Sequence[int], old: BlockRecord | None, new: BlockRecord | None) -> _Group:
+    """Return a change of all locations but for their chunks, or the removal of blocks.
+
+    Args:
+        stamp: of the blocks.
+        keys: of the blocks.
+        old, new: records of one of them.
+    """
+    document = _Document(
+        stamp,
+        is_run=False,
+        headers=encode_headers(new[2]) if new is not None else b"",
+        stamp=new_run_stamp() if new is not None else b"",
+        score=new_score(old, new),
+        due=_due_of(new),
+        sums=_sums_of_change(old, new),
+        is_resident=old is not None and is_resident(old),
+    )
+    return _Group(keys, (new is not None) - (old is not None), join_keys(keys), document)
+
+
+def _due_of(record: BlockRecord | None) -> float | bool:
+    due = record.due if record is not None else None
+    return float(due) if due is not None else False
+
+
+def _sums_of_change(old: BlockRecord | None, new: BlockRecord | None) -> Mapping[Sum, int]:
     tally = PlaceTally()
     tally.change(old, new)
-    sums = sums_of(tally.used, tally.deleting, tally.deleting_blocks)
-    due = float(new.due) if new is not None and new.due is not None else False
-    if is_run:
-        content = encode_blocks(keys, [change.new for change in changes if change.new is not None])
-    else:
-        content = join_keys(keys)
-    new_headers = b"" if new is None else None if is_run else encode_headers(new[2])
-    stamp = b"" if is_run or new is None else new_run_stamp()
-    was_resident = old is not None and is_resident(old)
-    document = _Document(expected, is_run, new_headers, stamp, new_score(old, new), due, sums, was_resident)
-    return _Group(keys, (new is not None) - (old is not None), content, document)
+    return sums_of(tally.used, tally.deleting, tally.deleting_blocks)
 
 
 def _every_other(relations: bytes) -> list[int]:
