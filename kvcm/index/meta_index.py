@@ -500,6 +500,10 @@ class MetaIndex:
         """Return the runs in which blocks of a shared store lie, and those that follow: about `most` blocks in all."""
         return await cast("SharedBackend", self._backend).runs_around(keys, most)
 
+    async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
+        """Return runs of a shared store, each equally likely, in which about so many blocks lie."""
+        return await cast("SharedBackend", self._backend).random_runs(count, random)
+
     async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
         """Return for each run parent and child of relations of its blocks with others, that do not directly follow them
         there; at most so many of each parent."""

@@ -170,15 +170,18 @@ def decode_stored(runs: Sequence[bytes]) -> list[StoredRun]:
     found: list[StoredRun] = []
     parts = [_split(value) for value in runs]
     keys = split_keys(b"".join(map(keys_of, runs)))
+    heads = split_keys(b"".join([value[at : at + 8] for value in runs for at in [_KEYS_AT + 8 * value[_COUNT_AT]]]))
     at = 0
-    for (headers, bodies), value in zip(parts, runs, strict=True):
+    for head, (headers, bodies), value in zip(heads, parts, runs, strict=True):
         end = at + len(bodies)
-        (depth,) = _words(1).unpack_from(value, _KEYS_AT + 20 * len(bodies) - 4)
+        depths = _words(len(bodies)).unpack_from(value, _KEYS_AT + 16 * len(bodies))
         locations = tuple([tuple.__new__(Location, (*before, b"", *after)) for before, after in headers])
         chunks: Sequence[Sequence[bytes]] = [bodies]
         if len(headers) > 1:
             chunks = list(zip(*[_chunks_of(body, len(headers)) for body in bodies], strict=True))
-        found.append(StoredRun(value[1:_COUNT_AT], keys[at:end], depth & ~_HEADLESS, locations, chunks))
+        parent = None if depths[0] >= _HEADLESS else head
+        depth = depths[-1] & ~_HEADLESS
+        found.append(StoredRun(value[1:_COUNT_AT], keys[at:end], parent, depth, locations, chunks))
         at = end
     return found
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcm.index.backends.backend import Access, ResidentBlocks, Rows, is_resident
+from kvcm.index.backends.backend import Access, ResidentBlocks, Rows, StoredRun, is_resident
 from kvcm.index.meta_index import IndexHandle, MetaIndex
 from kvcm.model.clock import Clock
 from kvcm.model.groups import EvictionPolicy, InstanceGroup, PrefixClass
@@ -601,7 +601,7 @@ class WindowOrder:
             accesses = dict(await self._index.coldest(size, window * size))
             is_whole = len(accesses) < size
             records = await self._records(accesses)
-            if self._samples:
+            if self.samples:
                 sample = await self._index.random_records(_TIMES_SAMPLED * count, self._random)
                 accesses |= {key: access for key, (_, access) in sample.items()}
                 records |= {key: record for key, (record, _) in sample.items() if is_resident(record)}
@@ -611,8 +611,13 @@ class WindowOrder:
             await self._index.requeue(dict.fromkeys(spent, 0), self._clock.now())
         return records
 
+    async def sample_runs(self, count: int) -> Sequence[tuple[StoredRun, Access]]:
+        """Return runs among which so many victims can be found."""
+        return await self._index.random_runs(_TIMES_SAMPLED * count, self._random)
+
     @property
-    def _samples(self) -> bool:
+    def samples(self) -> bool:
+        """Whether the coldest blocks do not suffice: others may go before them."""
         names = {self.plan.policy.name, *(each.policy.name for each in self.plan.classes)}
         by_write = {self.plan.policy.orders_by_write, *(each.policy.orders_by_write for each in self.plan.classes)}
         return not names.isdisjoint({"lfu", "lfu_aging"}) or len(by_write) > 1

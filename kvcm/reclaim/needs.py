@@ -216,7 +216,12 @@ class ReclaimNeed:
         """How many blocks serve it, about."""
         if self.counts_blocks:
             return self.amount
-        return -(-self.amount // max(1, min(holding.instance.block_bytes for holding in self.usages)))
+        return -(-self.amount // max(1, self.block_bytes))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of the instance with the smallest ones."""
+        return min(holding.instance.block_bytes for holding in self.usages)
 
     def size_of(self, location: Location) -> int:
         """Return how many bytes of the need the end of a location serves."""

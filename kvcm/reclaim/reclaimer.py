@@ -38,7 +38,6 @@ from kvcm.reclaim.eviction_order import (
     OrderPlan,
     WindowOrder,
     WindowScan,
-    window_size,
 )
 from kvcm.reclaim.media import HeldBytes, MediaPressure
 from kvcm.reclaim.needs import InstanceUsage, Label, Limits, Reason, ReclaimNeed, UsageReader, needs
@@ -703,12 +702,11 @@ class Reclaimer:
         sources: list[ColdRuns] = []
         for holding in goal.need.usages:
             order, index = self._orders[holding.uid], batch.indexes[holding.uid]
-            if not can_go_by_runs(goal.need, holding, index, order):
+            if not isinstance(order, WindowOrder) or not can_go_by_runs(goal.need, holding, index, order.plan):
                 return 0
-            sources.append(ColdRuns(goal.need, holding, index, order.plan.policy.name, goal.now))
-        size = window_size(count)
+            sources.append(ColdRuns(goal.need, holding, index, order, goal.now))
         for source in sources:
-            await source.read(size, window * size)
+            await source.read(count, window)
         chosen = await select_runs(goal, sources, shares)
         await batch.mark_runs(sources)
         return chosen

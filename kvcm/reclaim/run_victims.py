@@ -3,8 +3,8 @@
 Blocks of one write lie in one run, are read alike, and mostly go together, so a step per run serves up to 64 blocks.
 What `victims` selects block by block is selected here in the same order: the coldest ends of chains first, of a run
 from its last block on, the tail of a chain before its head (invariant 7), no more than the need asks for. Runs of
-which anything stays (a pinned location, a copy elsewhere) are left to `victims`, and so is every policy that does not
-order blocks by their last read.
+which anything stays (a pinned location, a copy elsewhere) are left to `victims`, and so is every policy that orders
+blocks by something else than when and how often they were read.
 
 Only the coldest runs are read, and of what follows them as much as it takes to find enough that can go: the order of
 a store names the head of a chain before its tail, which mostly was written a little later than the head was read.
@@ -13,30 +13,30 @@ a store names the head of a chain before its tail, which mostly was written a li
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvcm.index.backends.backend import Access, StoredRun
 from kvcm.index.meta_index import MetaIndex
+from kvcm.index.run_codec import MOST_BLOCKS
 from kvcm.model.locations import Location, LocationStatus
-from kvcm.reclaim.eviction_order import Candidate, Order, WindowOrder
+from kvcm.reclaim.eviction_order import Candidate, OrderPlan, WindowOrder, window_size
 from kvcm.reclaim.needs import InstanceUsage, ReclaimNeed
 from kvcm.reclaim.victims import Goal, ShareOrder
 
 __all__ = ["ColdRuns", "can_go_by_runs", "select_runs"]
 
-_POLICIES = frozenset({"lru", "leaf_lru"})
+_POLICIES = frozenset({"lru", "leaf_lru", "lfu", "lfu_aging"})
 _MOST_FOLLOWERS = 16  # of one block: one with more stays, until they are gone
 _MOST_BEHIND = 16_384  # blocks that are read behind the coldest ones
 
 
-def can_go_by_runs(need: ReclaimNeed, holding: InstanceUsage, index: MetaIndex, order: Order) -> bool:
+def can_go_by_runs(need: ReclaimNeed, holding: InstanceUsage, index: MetaIndex, plan: OrderPlan) -> bool:
     """Return whether blocks of an instance go in the order in which their runs were read, and as a whole."""
-    plan = order.plan
-    is_by_read = plan.policy.name in _POLICIES and not plan.classes
+    is_by_reads = plan.policy.name in _POLICIES and not plan.classes
     is_thinned = bool(holding.instance.linear_spec_names) and not need.counts_blocks
-    return isinstance(order, WindowOrder) and index.has_runs and is_by_read and not is_thinned
+    return index.has_runs and is_by_reads and not is_thinned
 
 
 class _RunState:
@@ -44,33 +44,47 @@ class _RunState:
 
     Attributes:
         run: as it was read.
-        access: when it was read.
-        priority: runs of a lower one go first.
-        can_go: whether its blocks can go at all.
+        access: when it was read, and how often.
         left: blocks from the start that are not chosen.
         held: by position, blocks elsewhere that follow and live, as far as is known.
+        is_related: whether it is known what follows.
         is_queued: whether it is among the candidates.
     """
 
-    __slots__ = ("access", "can_go", "held", "is_queued", "left", "priority", "run")
+    __slots__ = ("_reads", "access", "held", "is_queued", "is_related", "left", "run")
 
-    def __init__(self, run: StoredRun, access: Access, *, can_go: bool) -> None:
+    def __init__(self, run: StoredRun, access: Access, reads: int) -> None:
         self.run = run
         self.access = access
-        self.can_go = can_go
+        self._reads = reads
         self.left = len(run.keys)
         self.held: dict[int, set[int]] = {}
+        self.is_related = False
         self.is_queued = False
-        self.priority = max(location.priority for location in run.locations)
+
+    @property
+    def place(self) -> _Place:
+        """Where it stands among the runs. Of those that were read at one time the deepest goes first: mostly they are
+        one chain."""
+        priority = max(location.priority for location in self.run.locations)
+        return priority, self._reads, self.access.at, -self.run.depth, self.run.keys[-1], self
 
     @property
     def free(self) -> int:
         """Blocks at the end that nothing follows."""
-        return self.left - (max(self.held) + 1 if self.held else 0) if self.can_go else 0
+        return self.left - (max(self.held) + 1 if self.held else 0) if self.is_related else 0
+
+    @property
+    def is_living(self) -> bool:
+        """Whether readers or writers use any of it."""
+        return any(location.status is not LocationStatus.DELETING for location in self.run.locations)
 
     def has(self, key: int) -> bool:
         """Return whether a block is in the run and was not chosen."""
         return self.run.keys.index(key) < self.left
+
+
+_Place: TypeAlias = tuple[int, int, int, int, int, _RunState]
 
 
 class _Size(NamedTuple):
@@ -83,59 +97,107 @@ class _Size(NamedTuple):
 class ColdRuns:
     """The coldest runs of one instance, and what follows them.
 
+    What follows a run is found only when it may be the next to go: that costs the store more than all the rest. A run
+    before another one that lives is not the next, and no question.
+
     Args:
         need: what they have to serve.
         holding: the instance.
         index: of its blocks.
-        policy: name of the policy, for those who want to know.
+        order: of its blocks.
         now: unix seconds; locations pinned longer stay.
     """
 
-    def __init__(self, need: ReclaimNeed, holding: InstanceUsage, index: MetaIndex, policy: str, now: float) -> None:
+    def __init__(
+        self, need: ReclaimNeed, holding: InstanceUsage, index: MetaIndex, order: WindowOrder, now: float
+    ) -> None:
         self.holding = holding
-        self.policy = policy
+        self.policy = order.plan.policy.name
+        self._order = order
         self._need = need
         self._index = index
         self._now = now
-        self._taken: dict[_RunState, None] = {}  # in the order in which the first block of each was chosen
         self._state_of: dict[int, _RunState] = {}
+        self._next_of: dict[int | None, _RunState] = {}  # the run that begins behind a block, and lives
+        self._ends: list[_Place] = []  # a heap of runs that may be the next, and of which it is not known what follows
+        self._candidates: list[_Place] = []  # a heap of runs with blocks that can go
         self._waiting: defaultdict[int, list[tuple[_RunState, int]]] = defaultdict(list)  # by follower
         self._asked: set[int] = set()
-        self._candidates: list[tuple[int, int, int, int, _RunState]] = []
+        self._behind_left = _MOST_BEHIND
+        self._taken: dict[_RunState, None] = {}  # in the order in which the first block of each was chosen
 
-    async def read(self, count: int, offset: int) -> None:
-        """Read the coldest runs from a position on, and behind them until so many blocks can go."""
-        await self._add(await self._index.coldest_runs(count, offset))
-        left = _MOST_BEHIND
-        # Always once: whether the blocks live that follow directly decides what can go at all.
-        while (followers := self._unknown_followers()) and left > 0 and (not self._asked or self._free < count):
-            self._asked.update(followers)
-            runs = await self._index.runs_around(followers, left)
-            left -= sum(len(run.keys) for run, _ in runs)
-            await self._add(runs)
+    async def read(self, count: int, window: int) -> None:
+        """Read the coldest runs, in windows that suffice for so many blocks."""
+        size = window_size(count)
+        self._add(await self._index.coldest_runs(size, window * size))
+        if self._order.samples:
+            self._add(await self._order.sample_runs(count))
 
-    @property
-    def _free(self) -> int:
-        return sum(state.free for *_, state in self._candidates)
-
-    def _unknown_followers(self) -> list[int]:
-        return [key for key in self._waiting if key not in self._state_of and key not in self._asked]
-
-    async def _add(self, runs: Sequence[tuple[StoredRun, Access]]) -> None:
-        states: list[_RunState] = []
+    def _add(self, runs: Iterable[tuple[StoredRun, Access]]) -> None:
         for run, access in runs:
             # A run that was cut meanwhile may come as a whole and in part: no block must be counted twice.
-            if self._state_of.keys().isdisjoint(run.keys):
-                state = _RunState(run, access, can_go=self._can_go(run.locations))
-                self._state_of.update(dict.fromkeys(run.keys, state))
-                states.append(state)
+            if not self._state_of.keys().isdisjoint(run.keys):
+                continue
+            state = _RunState(run, access, access.reads if self._order.samples else 0)
+            self._state_of.update(dict.fromkeys(run.keys, state))
+            if not state.is_living:
+                self._gone(run.keys)
+                continue
+            self._next_of.setdefault(run.parent, state)
+            if self._can_go(run.locations):
+                heappush(self._ends, state.place)
+
+    async def head(self, count: int) -> Candidate | None:
+        """Return the block that is the next to go, None where none can; so many more are wanted, about."""
+        while self._ends and not (self._candidates and self._candidates[0] < self._ends[0]):
+            await self._relate(count)
+        if not self._candidates:
+            return None
+        priority, _, read_at, _, _, state = self._candidates[0]
+        return Candidate(state.run.keys[state.left - 1], False, priority, read_at, self.policy)
+
+    async def _relate(self, count: int) -> None:
+        """Find what follows the runs that may be next, of about so many blocks."""
+        states: list[_RunState] = []
+        while self._ends and count > 0 and not (self._candidates and self._candidates[0] < self._ends[0]):
+            *_, state = heappop(self._ends)
+            follower = self._next_of.get(state.run.keys[-1])
+            if state.is_related or (follower is not None and follower.left):
+                continue
+            line = self._read_alike_up_to(state)
+            is_short = sum(each.left for each in line) <= count  # of a long one the end may have to stay: first that
+            states += line if is_short else [state]
+            count -= sum(each.left for each in line) if is_short else state.left
         families = await self._index.outer_families([state.run for state in states], _MOST_FOLLOWERS)
         for state, family in zip(states, families, strict=True):
+            state.is_related = True
             self._hold(state, family)
         for state in states:
-            if all(location.status is LocationStatus.DELETING for location in state.run.locations):
-                self._gone(state.run.keys)
             self._queue(state)
+        await self._read_behind(count)
+
+    def _read_alike_up_to(self, state: _RunState) -> list[_RunState]:
+        """Return a run and those before it in its chain that mostly go with it."""
+        line = [state]
+        while (before := self._before(line[-1])) is not None and before.access.at == state.access.at:
+            line.append(before)
+        return line
+
+    def _before(self, state: _RunState) -> _RunState | None:
+        """Return the run whose last block a run follows, if it may go and is not related."""
+        before = self._state_of.get(state.run.parent) if state.run.parent is not None else None
+        is_open = before is not None and not before.is_related and self._can_go(before.run.locations)
+        return before if is_open and before is not None and before.run.keys[-1] == state.run.parent else None
+
+    async def _read_behind(self, count: int) -> None:
+        """Read what follows, as far as it is not known: whether it lives decides what can go."""
+        followers = [key for key in self._waiting if key not in self._state_of and key not in self._asked]
+        if followers and self._behind_left > 0:
+            most = min(max(count, MOST_BLOCKS), self._behind_left) if not self._asked else self._behind_left
+            self._asked.update(followers)
+            runs = await self._index.runs_around(followers, most)
+            self._behind_left -= sum(len(run.keys) for run, _ in runs)
+            self._add(runs)
 
     def _can_go(self, locations: Collection[Location]) -> bool:
         if not self._need.counts_blocks and not any(map(self._need.size_of, locations)):
@@ -149,8 +211,6 @@ class ColdRuns:
 
     def _hold(self, state: _RunState, family: Sequence[tuple[int, int]]) -> None:
         """Note which blocks of a run cannot go before others."""
-        if not state.can_go:
-            return
         followers: defaultdict[int, set[int]] = defaultdict(set)
         for parent, child in family:
             followers[state.run.keys.index(parent)].add(child)
@@ -164,7 +224,7 @@ class ColdRuns:
 
     def _may_live(self, key: int) -> bool:
         state = self._state_of.get(key)
-        return state is None or state.has(key)
+        return state is None or (state.is_living and state.has(key))
 
     def _gone(self, keys: Sequence[int]) -> None:
         """Let blocks go that waited for these."""
@@ -178,16 +238,7 @@ class ColdRuns:
     def _queue(self, state: _RunState) -> None:
         if state.free and not state.is_queued:
             state.is_queued = True
-            # Of runs that were read at one time the deepest first: a tie is mostly one chain.
-            place = (state.priority, state.access.at, -state.run.depth, state.run.keys[-1], state)
-            heappush(self._candidates, place)
-
-    def head(self) -> Candidate | None:
-        """Return the block that is the next to go."""
-        if not self._candidates:
-            return None
-        priority, read_at, _, _, state = self._candidates[0]
-        return Candidate(state.run.keys[state.left - 1], False, priority, read_at, self.policy)
+            heappush(self._candidates, state.place)
 
     def size_of_head(self) -> _Size:
         """Return what the end of the next block gives."""
@@ -205,6 +256,8 @@ class ColdRuns:
             heappop(self._candidates)
             state.is_queued = False
         self._gone(state.run.keys[state.left : state.left + count])
+        if not state.left and (before := self._before(state)) is not None:
+            heappush(self._ends, before.place)
         return count
 
     def taken(self) -> Sequence[tuple[StoredRun, Access]]:
@@ -216,7 +269,8 @@ async def select_runs(goal: Goal, sources: Sequence[ColdRuns], shares: ShareOrde
     """Choose blocks of the sources; return how many."""
     left, bytes_left, chosen = goal.amount, goal.most_bytes, 0
     while min(left, bytes_left) > 0 and chosen < goal.most:
-        heads = [(source, head) for source in sources if (head := source.head()) is not None]
+        wanted = min(goal.most - chosen, left if goal.need.counts_blocks else _blocks_of(left, goal.need.block_bytes))
+        heads = [(source, head) for source in sources if (head := await source.head(wanted)) is not None]
         if not heads:
             break
         turn = shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0

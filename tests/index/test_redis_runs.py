@@ -264,10 +264,12 @@ class History:
         resident = {key for key, record in model.records.items() if is_resident(record)}
         coldest = await self.backend.coldest_runs(1 << 20, 0)
         assert Counter(key for run, _ in coldest for key in run.keys) == Counter(resident)
+        drawn = await self.backend.random_runs(1 << 20, Random(1))
+        assert Counter(key for run, _ in drawn for key in run.keys) == Counter(resident)
         due = await self.backend.due_runs(1700000030.125, 1 << 20)
         dues = {key for key, each in model.records.items() if each.due is not None and each.due <= 1700000030.125}
         assert Counter(key for run in due for key in run.keys) == Counter(dues)
-        for run, access in [*around, *coldest]:
+        for run, access in [*around, *coldest, *drawn]:
             for key, locations in _blocks(run, run.locations):
                 assert locations == model.records[key].locations
                 assert access.at == model.accesses[key].at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from itertools import count
 from typing import Any
@@ -32,6 +33,7 @@ class Tree:
     Attributes:
         parents: of the blocks that can be read.
         read_at: of these, in whole seconds.
+        reads: of these.
     """
 
     def __init__(self, backends: Rig, policy: str) -> None:
@@ -43,6 +45,7 @@ class Tree:
         self.keys = count(1)
         self.parents: dict[int, int | None] = {}
         self.read_at: dict[int, int] = {}
+        self.reads: Counter[int] = Counter()
         self.pinned: set[int] = set()
 
     def chain(self, key: int | None) -> list[int]:
@@ -70,6 +73,12 @@ class Tree:
         chain = self.chain(key)
         await self.rig.read(self.index, chain)
         self.read_at |= dict.fromkeys(chain, int(self.rig.clock.time))
+        self.reads.update(chain)
+
+    def ranks(self) -> dict[int, tuple[int, int]]:
+        """Smaller ones go first."""
+        counts_reads = self.policy == "lfu"
+        return {key: (self.reads[key] if counts_reads else 0, at) for key, at in self.read_at.items()}
 
     async def pin(self, keys: Sequence[int]) -> None:
         """Another writer's pin takes these blocks out of their runs."""
@@ -97,7 +106,7 @@ class Tree:
         victims = await self.rig.settle()
         self.rig.groups["g"] = group_of(policy=self.policy)
         for key in victims:
-            del self.parents[key], self.read_at[key]
+            del self.parents[key], self.read_at[key], self.reads[key]
         gone = set(victims)
         assert not gone & set(self.parents.values()), "no block lost its prefix (invariant 7)"
         assert set(await self.rig.resident(self.index)) == set(self.parents)
@@ -117,7 +126,7 @@ STEPS = st.lists(
 
 
 @settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=STEPS, policy=st.sampled_from(["lru", "leaf_lru"]))
+@given(steps=STEPS, policy=st.sampled_from(["lru", "leaf_lru", "lfu"]))
 @example(
     steps=[("write", 0, 100), ("wait", 0, 0), ("write", 20, 100), ("read", 150, 0), ("evict", 0, 90), ("evict", 0, 60)],
     policy="leaf_lru",
@@ -144,7 +153,7 @@ async def test_as_many_go_as_have_to_and_the_coldest_ends_of_chains_first(
 
 
 async def check_eviction(tree: Tree, blocks: int) -> None:
-    read_at, held, wanted = dict(tree.read_at), tree.held(), min(blocks, len(tree.parents) - 1)
+    rank, held, wanted = tree.ranks(), tree.held(), min(blocks, len(tree.parents) - 1)
     if wanted <= 0:
         return
     ends, free = {key for key in tree.parents if tree.is_leaf(key)}, len(tree.parents) - len(held)
@@ -152,8 +161,8 @@ async def check_eviction(tree: Tree, blocks: int) -> None:
     assert len(victims) == min(wanted, free), "no more and no less than the need asks for"
     assert not held & set(victims)
     # Of ends of chains that were there from the start, none that is colder than a victim is left.
-    left = min((read_at[key] for key in (ends - held) & set(tree.parents)), default=1 << 60)
-    assert max((read_at[key] for key in victims), default=0) <= left
+    left = min((rank[key] for key in (ends - held) & set(tree.parents)), default=(1 << 60, 0))
+    assert max((rank[key] for key in victims), default=(0, 0)) <= left
     await tree.rig.executor.run_due()
 
 

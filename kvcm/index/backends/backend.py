@@ -115,6 +115,7 @@ class StoredRun(NamedTuple):
     Attributes:
         stamp: of the records; a change replaces it.
         keys: of the blocks, by their depths.
+        parent: of the first block.
         depth: of the last block.
         locations: what those of each block have in common; their `chunk` is empty.
         chunks: of each location, by block.
@@ -122,6 +123,7 @@ class StoredRun(NamedTuple):
 
     stamp: bytes
     keys: Sequence[int]
+    parent: int | None
     depth: int
     locations: tuple[Location, ...]
     chunks: Sequence[Sequence[bytes]]
@@ -678,6 +680,9 @@ class SharedBackend(IndexBackend, Protocol):
 
     async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
         """Do `get_around` by runs; those that cannot be evicted have been read at 0."""
+
+    async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
+        """Do `random_records` by runs, of those that can be evicted."""
 
     async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
         """Return for each run parent and child of relations of its blocks with others, that do not directly follow them

@@ -1009,6 +1009,9 @@ class RedisBackend(SharedCounts):
     async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
         raise NotImplementedError
 
+    async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
+        raise NotImplementedError
+
     async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
         raise NotImplementedError
 

@@ -223,6 +223,21 @@ local function relate(relations, run, positions, sign)
   end
 end
 
+-- The same for all blocks of a run that is not parsed. Mostly each follows the one before.
+local function relate_whole(relations, value, sign)
+  local n = count_of(value)
+  local keys, parents = keys_of(value), string.sub(value, 11 + 8 * n, 10 + 16 * n)
+  local last = string.sub(parents, 9) == string.sub(keys, 1, -9) and 1 or n
+  for i = 1, last do
+    local parent = string.sub(parents, 8 * i - 7, 8 * i)
+    local follows = i > 1 and parent == string.sub(keys, 8 * i - 15, 8 * i - 8)
+    if not follows and string.byte(value, 7 + 16 * n + 4 * i) < 128 then
+      local member = parent .. string.sub(keys, 8 * i - 7, 8 * i)
+      relations[member] = (relations[member] or 0) + sign
+    end
+  end
+end
+
 local function every(run)
   local positions = {}
   for i = 1, #run.keys do positions[i] = i end
@@ -252,9 +267,9 @@ local function store_relations(children, relations)
   call('ZREM', children, left)
 end
 
--- Returns the values of runs by id.
-local function fetched(prefix, ids)
-  local names, order, values = {}, {}, {}
+-- Returns the values of runs by id, beside those that are known.
+local function fetched(prefix, ids, known)
+  local names, order, values = {}, {}, known or {}
   for _, id in pairs(ids) do
     if id and values[id] == nil then
       values[id] = false
@@ -316,15 +331,49 @@ _CHANGE: Final = (
 local order, children, pending, usage, index, prefix, changed = unpack(KEYS)
 check_fence(KEYS[8], ARGV[3])
 local groups = cmsgpack.unpack(ARGV[1])
-local all, texts, starts = {}, {}, {}
+local ABSENT = '\\0\\0\\0\\0\\0\\0\\0\\0'
+local texts, starts, size, firsts, of_firsts = {}, {}, 0, {}, {}
 for g, group in ipairs(groups) do
   local text = ARGV[group[2]]
   texts[g] = group[3] and keys_of(text) or text
-  starts[g] = #all
-  for at = 1, #texts[g], 8 do all[#all + 1] = string.sub(texts[g], at, at + 7) end
+  starts[g] = size
+  size = size + #texts[g] / 8
+  if group[1] ~= ABSENT then
+    firsts[#firsts + 1] = string.sub(texts[g], 1, 8)
+    of_firsts[#of_firsts + 1] = g
+  end
 end
-local ids = redis.call('HMGET', index, unpack(all))
-local values = fetched(prefix, ids)
+
+local function fits(value, expected)
+  if #expected == 8 then return string.sub(value, 2, 9) == expected end
+  return headers_of(value) == expected
+end
+
+-- Mostly a group is a whole run: then the index is read for its first block alone.
+local wholes = {}  -- by number of a group: id of the run
+local first_ids = #firsts > 0 and redis.call('HMGET', index, unpack(firsts)) or {}
+local values = fetched(prefix, first_ids)
+for n, g in ipairs(of_firsts) do
+  local id = first_ids[n]
+  if id and values[id] and keys_of(values[id]) == texts[g] and fits(values[id], groups[g][1]) then wholes[g] = id end
+end
+local all, ids, searched = {}, {}, {}  -- of the other groups, the first two by position among the blocks of all groups
+for g in ipairs(groups) do
+  for n, key in ipairs(wholes[g] and {} or cut(texts[g], 8)) do
+    all[starts[g] + n] = key
+    searched[#searched + 1] = key
+  end
+end
+if #searched > 0 then
+  local found, n = redis.call('HMGET', index, unpack(searched)), 0
+  for g in ipairs(groups) do
+    for i = starts[g] + 1, wholes[g] and 0 or starts[g] + #texts[g] / 8 do
+      n = n + 1
+      ids[i] = found[n]
+    end
+  end
+  fetched(prefix, found, values)
+end
 local fresh = {}        -- new runs: {value, score, due}
 local kept = {}         -- by id: {value, score, due} of a run that changes as a whole, false if it goes
 local taken = {}        -- by id: positions of blocks that leave their run
@@ -336,11 +385,6 @@ local scores, dues = {}, {}
 local function run_of(id)
   parsed[id] = parsed[id] or parse(values[id])
   return parsed[id]
-end
-
-local function fits(value, expected)
-  if #expected == 8 then return string.sub(value, 2, 9) == expected end
-  return headers_of(value) == expected
 end
 
 local function count(group, number)
@@ -360,8 +404,7 @@ local function change_whole(group, id)
   count(group, count_of(value))
   if group[4] == '' then
     removed = removed + count_of(value)
-    local run = run_of(id)
-    relate(relations, run, every(run), -1)
+    relate_whole(relations, value, -1)
     kept[id] = false
     return
   end
@@ -372,9 +415,8 @@ local function change_whole(group, id)
   kept[id] = {text, group[6], group[7]}
   local n = count_of(value)
   if string.sub(value, 11 + 8 * n, 10 + 20 * n) ~= string.sub(text, 11 + 8 * n, 10 + 20 * n) then
-    local before, after = run_of(id), parse(text)
-    relate(relations, before, every(before), -1)
-    relate(relations, after, every(after), 1)
+    relate_whole(relations, value, -1)
+    relate_whole(relations, text, 1)
   end
 end
 
@@ -392,7 +434,7 @@ local function change_some(group, g, size)
     local value = id and values[id]
     local at = value and find(keys_of(value), all[starts[g] + i])
     if not at then
-      if group[1] == '\\0\\0\\0\\0\\0\\0\\0\\0' then coming[#coming + 1] = i else lost[#lost + 1] = starts[g] + i end
+      if group[1] == ABSENT then coming[#coming + 1] = i else lost[#lost + 1] = starts[g] + i end
     elseif fits(value, group[1]) then
       by_id[id] = by_id[id] or {}
       table.insert(by_id[id], {i, (at + 7) / 8})
@@ -432,25 +474,19 @@ local function begin_whole(group, size)
   local text = ARGV[group[2]]
   count(group, size)
   fresh[#fresh + 1] = {text, group[6], group[7]}
-  local n, before = count_of(text)
-  for i = 1, n do
-    local key = string.sub(text, 3 + 8 * i, 10 + 8 * i)
-    local parent = string.sub(text, 3 + 8 * (n + i), 10 + 8 * (n + i))
-    if parent ~= before and string.byte(text, 7 + 16 * n + 4 * i) < 128 then relations[parent .. key] = 1 end
-    before = key
-  end
+  relate_whole(relations, text, 1)
 end
 
 for g, group in ipairs(groups) do
   local size = #texts[g] / 8
-  local id, is_new = ids[starts[g] + 1], group[3] and group[1] == '\\0\\0\\0\\0\\0\\0\\0\\0'
-  for i = 1, size do
+  local is_new = group[3] and group[1] == ABSENT
+  for i = 1, is_new and size or 0 do
     is_new = is_new and not ids[starts[g] + i]
   end
   if is_new then
     begin_whole(group, size)
-  elseif id and values[id] and keys_of(values[id]) == texts[g] and fits(values[id], group[1]) then
-    change_whole(group, id)
+  elseif wholes[g] then
+    change_whole(group, wholes[g])
   else
     change_some(group, g, size)
   end
@@ -508,7 +544,7 @@ end
 if removed > 0 then
   for g, group in ipairs(groups) do
     if group[4] == '' then
-      for i = starts[g] + 1, starts[g] + #texts[g] / 8 do forgotten[all[i]] = true end
+      for _, key in ipairs(cut(texts[g], 8)) do forgotten[key] = true end
     end
   end
   for _, i in ipairs(lost) do forgotten[all[i]] = nil end
@@ -864,11 +900,12 @@ OUTER_FAMILIES: Final = Script(
 -- KEYS: children. ARGV: how many children to read of a block at most; keys of the blocks of a run, one after the other,
 -- again and again.
 -- Returns for each run parent and child of every relation of its blocks with one that does not follow within a run.
-local most, families, last = tonumber(ARGV[1]), {}, string.rep('\\255', 8)
+local families, last = {}, string.rep('\\255', 8)
 for n = 2, #ARGV do
   local family = {}
   for _, parent in ipairs(cut(ARGV[n], 8)) do
-    local found = redis.call('ZRANGEBYLEX', KEYS[1], '[' .. parent, '[' .. parent .. last, 'LIMIT', 0, most)
+    local from = '[' .. parent
+    local found = redis.call('ZRANGEBYLEX', KEYS[1], from, from .. last, 'LIMIT', '0', ARGV[1])
     for _, relation in ipairs(found) do family[#family + 1] = relation end
   end
   families[n - 1] = table.concat(family)

@@ -548,30 +548,38 @@ class RunsBackend(SharedCounts):
         return random.sample(list(keys), min(count, len(keys)))
 
     async def random_records(self, count: int, random: Random) -> Mapping[int, tuple[BlockRecord, Access]]:
+        found: dict[int, tuple[BlockRecord, Access]] = {}
+        for score, value in await self._random_values(count, random):
+            access = access_of(score)
+            found.update((key, (record, access)) for key, record in decode_runs([value]).items())
+        return found
+
+    async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
+        drawn = await self._random_values(count, random)
+        runs = decode_stored([value for _, value in drawn])
+        return list(zip(runs, [access_of(score) for score, _ in drawn], strict=True))
+
+    async def _random_values(self, count: int, random: Random) -> Sequence[tuple[float, bytes]]:
+        """Return score and value of runs in which about so many blocks lie, or of all."""
         sizes = await self._client.execute([(b"ZCARD", tag.order) for tag in self._tags])
         ends = list(accumulate(sizes))
-        found: dict[int, tuple[BlockRecord, Access]] = {}
+        found: list[tuple[float, bytes]] = []
         places, size = random.sample(range(ends[-1]), min(count, ends[-1])), -(-count // MOST_BLOCKS)
-        while places and len(found) < count:
-            found.update(await self._records_at(places[:size], ends))
+        while places and sum(len(keys_of(value)) for _, value in found) < _KEY_BYTES * count:
+            found += await self._values_at(places[:size], ends)
             places, size = places[size:], 2 * size  # runs may be of a block each
         return found
 
-    async def _records_at(self, places: Iterable[int], ends: Sequence[int]) -> Mapping[int, tuple[BlockRecord, Access]]:
-        """Return the blocks of runs, each a rank in a tag; the ranks of all tags are counted one after the other."""
+    async def _values_at(self, places: Iterable[int], ends: Sequence[int]) -> list[tuple[float, bytes]]:
+        """Return score and value of runs, each a rank in a tag; the ranks of all tags are counted one after the
+        other."""
         ranks: defaultdict[int, list[int]] = defaultdict(list)
         for place in sorted(places):
             tag = bisect_right(ends, place)
             ranks[tag].append(place - (ends[tag - 1] if tag else 0))
         parts = [(self._tags[tag], some) for tag, of_tag in ranks.items() for some in _cut(of_tag, _MOST_RUNS_PER_CALL)]
         answers = await self._run([ScriptCall(SAMPLE_RUNS, [tag.order, tag.runs], some) for tag, some in parts])
-        scored = [pair for answer in answers for pair in zip(answer[::2], answer[1::2], strict=True)]
-        return {
-            key: (record, access)
-            for score, value in scored
-            for access in [access_of(float(score))]
-            for key, record in decode_runs([value]).items()
-        }
+        return [pair for answer in answers for pair in zip(map(float, answer[::2]), answer[1::2], strict=True)]
 
     # Changes.
 
