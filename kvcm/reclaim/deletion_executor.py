@@ -34,7 +34,7 @@ from kvcm.index.change_events import ChangeEvents
 from kvcm.index.meta_index import Change, IndexHandle
 from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError
-from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus
+from kvcm.model.locations import BlockRecord, DeletionItem, Location, LocationStatus, uris_of
 from kvcm.reclaim.background import IndexProvider, Pacer, StorageProvider
 from kvcm.storage.backend import StorageBackend
 from kvcm.telemetry.events import EventLog
@@ -380,14 +380,26 @@ class Deletions:
         swift = sum(count for storage, count in counts if count and not self._workers_of(storage).is_slow)
         return swift >= self._workers_per_storage * self._batch_size
 
-    def start(
-        self, handle: IndexHandle, key: int, location: Location, run: StoredRun | None = None
-    ) -> DeletionItem | None:
+    def start_run(self, handle: IndexHandle, run: StoredRun) -> list[DeletionItem]:
+        """Start the deletions of blocks with one location each; those that are in flight already are left out."""
+        (location,), (chunks,) = run.locations, run.chunks
+        instance_id, uid, (location_id, storage, *_) = handle.instance_id, handle.uid, location
+        ends = location.session_id, location.size_bytes
+        items = [
+            DeletionItem(instance_id, uid, key, location_id, storage, tuple(uris_of(chunk)), *ends)
+            for key, chunk in zip(run.keys, chunks, strict=True)
+            if (uid, key, location_id) not in self._in_flight
+        ]
+        self._in_flight.update(((uid, item.key, location_id), run) for item in items)
+        self._in_flight_of[uid][storage] += len(items)
+        return items
+
+    def start(self, handle: IndexHandle, key: int, location: Location) -> DeletionItem | None:
         """Start a deletion; None when it is in flight already."""
         claim = (handle.uid, key, location.id)
         if claim in self._in_flight:
             return None
-        self._in_flight[claim] = run
+        self._in_flight[claim] = None
         self._in_flight_of[handle.uid][location.storage] += 1
         return DeletionItem.of(handle.instance_id, handle.uid, key, location)
 
@@ -774,9 +786,7 @@ class DeletionExecutor:
             if location.deadline > now:  # changed since
                 continue
             await self._deletions.give_way()
-            for key, (of_block,) in zip(run.keys, run.locations_by_block(run.locations), strict=True):
-                if item := self._deletions.start(handle, key, of_block, run):
-                    found.items.append(item)
+            found.items += self._deletions.start_run(handle, run)
         return others
 
     async def _gather(self, handle: IndexHandle, keys: Sequence[int], now: float, found: _Found) -> None:

@@ -118,6 +118,7 @@ _MOST_KEYS_PER_READ: Final = 1024
 _MOST_KEYS_PER_TOUCH: Final = 1024
 _MOST_RUNS_PER_CALL: Final = 64
 _MOST_RUNS_OF_FAMILIES: Final = 8
+_FEW_RUNS: Final = 32
 _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
 _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
@@ -421,13 +422,15 @@ class RunsBackend(SharedCounts):
     @staged("read", "redis_runs.py:due_runs")
     async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
         found: list[StoredRun] = []
-        for ids in _cut(await self._pending.until(now, most), max(1, most // MOST_BLOCKS)):
-            by_tag = self._ids_by_tag(ids)
+        runs, seen = max(_FEW_RUNS, 2 * most // MOST_BLOCKS), 0
+        while True:
+            ids = await self._pending.until(now, runs)
+            by_tag = self._ids_by_tag(ids[seen:])
             values = await self._client.mget([[self._tags[tag].runs + each for each in some] for tag, some in by_tag])
             found += decode_stored([value for of_tag in values for value in of_tag if value is not None])
-            if sum(len(run.keys) for run in found) >= most:
-                break
-        return found
+            if len(ids) < runs or sum(len(run.keys) for run in found) >= most:
+                return found
+            runs, seen = 4 * runs, len(ids)  # most are small
 
     def _ids_by_tag(self, ids: Iterable[bytes]) -> Sequence[tuple[int, Sequence[bytes]]]:
         by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
