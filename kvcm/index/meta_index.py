@@ -331,6 +331,22 @@ class MetaIndex:
             self._answers.served(blocks)
         return True
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        """Do `serve` for blocks that serve, and are being deleted then.
+
+        Returns:
+            The blocks as they are then, in their order; None, and nothing is done, where they are not such blocks.
+        """
+        if self._backend.is_shared:
+            return None
+        with timed(_READ_MODIFY_WRITE, "meta_indexer.update_io_time_us"):
+            retired = self._backend.retire(keys, ending)
+        if retired is not None:
+            _measure_run("update", len(keys))
+            self._generation += 1
+            self._answers.forget(keys)
+        return retired
+
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedWrite:
         """Return how fresh blocks are added to a shared store, for which the caller holds a reservation."""
         keys = [key for run in runs for key in run.keys]

@@ -383,14 +383,16 @@ class LiveOrder:
 
     def line(self, key: int, most: int) -> list[int]:
         """Return the blocks that come next if the oldest leaf goes, and then each of them: up its chain, as far as no
-        other block follows them, and each stands beside the one that follows it, which others cannot come before."""
-        row, queue = self._rows.row(key), self._queues.only
-        if row is None or queue is None or not isinstance(queue.policy, LeafLru):
+        other block follows them, each stands beside the one that follows it, which others cannot come before, and has
+        locations like the leaf's."""
+        leaf, queue = self._rows.row(key), self._queues.only
+        if leaf is None or queue is None or not isinstance(queue.policy, LeafLru):
             return []
         line: list[int] = []
+        row = leaf
         while len(line) < most:
             beside = [above for above in queue.policy.neighbours(row) if above >= 0 and self._is_only_child(row, above)]
-            if not beside:
+            if not beside or not self._rows.is_like(beside[0], leaf):
                 break
             (row,) = beside
             line.append(self._rows.key(row))
@@ -683,7 +685,7 @@ class WindowOrder:
             yield candidate
 
     def line(self, key: int, most: int) -> list[int]:
-        """Return nothing: what follows a block may lie outside the window."""
+        """Return nothing: what follows a block may lie outside the window, and `run_victims` does the same."""
         return []
 
     def expired(self, now: float) -> Iterator[Candidate]:

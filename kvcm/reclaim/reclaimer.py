@@ -23,7 +23,7 @@ from typing import NamedTuple
 import msgspec
 import structlog
 
-from kvcm.index.backends.backend import Access, RunChange, StoredRun
+from kvcm.index.backends.backend import Access, RunChange, StoredRun, UniformRun
 from kvcm.index.meta_index import Change, IndexHandle, MetaIndex
 from kvcm.model.clock import Clock, common_due
 from kvcm.model.errors import KvcmError
@@ -270,18 +270,18 @@ class EvictionRecord:
         return cls(holding.instance, need, policy, keys, len(sizes), sum(sizes), changes, delay)
 
     @classmethod
-    def of_runs(cls, source: ColdRuns, need: ReclaimNeed, runs: _MarkedRuns) -> EvictionRecord:
+    def of_runs(cls, holding: InstanceUsage, need: ReclaimNeed, policy: str, runs: _MarkedRuns) -> EvictionRecord:
         """Return the record of blocks that changed as runs."""
         counts = [(len(keys), run.locations) for keys, run in zip(runs.keys, runs.runs, strict=True)]
         return cls(
-            source.holding.instance,
+            holding.instance,
             need,
-            source.policy,
+            policy,
             keys=[key for some in runs.keys for key in some],
             locations=sum(count * len(locations) for count, locations in counts),
             size_bytes=sum(count * each.size_bytes for count, locations in counts for each in locations),
             changes=runs,
-            delay_seconds=_delay_seconds(source.holding.group),
+            delay_seconds=_delay_seconds(holding.group),
         )
 
 
@@ -797,12 +797,54 @@ class Reclaimer:
         lost = await index.change_runs(changes)
         for _, access in runs:
             self.stats.ages.observe(max(0.0, now - access.at))
-        return EvictionRecord.of_runs(source, need, _MarkedRuns(changes, lost))
+        return EvictionRecord.of_runs(source.holding, need, source.policy, _MarkedRuns(changes, lost))
 
     async def mark(
         self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
     ) -> list[EvictionRecord]:
         """Mark victims of one instance by compare-and-set; return what changed, by the policy that chose it."""
+        order = self._orders[source.holding.uid]
+        order.is_evicting = True
+        try:
+            alike = await self._mark_alike(need, source, index, evictions)
+            return [alike] if alike is not None else await self._mark_one_by_one(need, source, index, evictions)
+        finally:
+            order.is_evicting = False
+
+    async def _mark_alike(
+        self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
+    ) -> EvictionRecord | None:
+        """Do `mark` in a step per run of blocks whose only locations are alike; None where there are others."""
+        policies = {each.policy for each in evictions.values()}
+        if len(policies) > 1 or any(each.thin for each in evictions.values()):
+            return None
+        now = self._clock.now()
+        due = common_due(now, _delay_seconds(source.holding.group))
+        changes: list[RunChange] = []
+
+        def ending(run: UniformRun) -> UniformRun | None:
+            going = frozenset((run.location.id,))
+            if run.location.pinned_until > now or any(evictions[key].location_ids != going for key in run.keys):
+                return None
+            after = marked_location(run.location, due)
+            before = StoredRun(b"", run.keys[::-1], None, 0, (run.location,), [run.chunks[::-1]])
+            changes.append((before, (after,)))
+            return run._replace(location=after)
+
+        if index.retire(list(evictions), ending) is None:
+            return None
+        await self._note_ages(index, evictions)
+        (policy,) = policies
+        return EvictionRecord.of_runs(source.holding, need, policy, _MarkedRuns(changes, ()))
+
+    async def _note_ages(self, index: MetaIndex, keys: Collection[int]) -> None:
+        for access in await index.accesses([*keys][:: max(1, len(keys) // _AGES_PER_BATCH)]):
+            if access is not None:
+                self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
+
+    async def _mark_one_by_one(
+        self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
+    ) -> list[EvictionRecord]:
         delay = _delay_seconds(source.holding.group)
 
         def mark(key: int, old: BlockRecord | None) -> BlockRecord | None:
@@ -810,21 +852,13 @@ class Reclaimer:
             return marked(old, evictions[key], now, common_due(now, delay))
 
         # Read before: a shared store drops the access time of a block as soon as it is marked.
-        sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]
-        read_at = dict(zip(sampled, await index.accesses(sampled), strict=True))
-        order = self._orders[source.holding.uid]
-        order.is_evicting = True
-        try:
-            changes = await index.read_modify_write(evictions, mark)
-        finally:
-            order.is_evicting = False
+        await self._note_ages(index, evictions)
+        changes = await index.read_modify_write(evictions, mark)
         by_policy: defaultdict[str, list[Change]] = defaultdict(list)
         for change in changes:
             if change.new is change.old:
                 continue
             by_policy[evictions[change.key].policy].append(change)
-            if (access := read_at.get(change.key)) is not None:
-                self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
         return [EvictionRecord.of(source.holding, need, policy, some) for policy, some in by_policy.items()]
 
     def report(self, evicted: EvictionRecord) -> None:

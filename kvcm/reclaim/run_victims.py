@@ -149,8 +149,10 @@ class ColdRuns:
 
     async def head(self, count: int) -> Candidate | None:
         """Return the block that is the next to go, None where none can; so many more are wanted, about."""
+        assert count > 0
         while self._ends and not (self._candidates and self._candidates[0] < self._ends[0]):
             await self._relate(count)
+            count *= 2  # few round trips also where hardly anything can go
         if not self._candidates:
             return None
         priority, _, read_at, _, _, state = self._candidates[0]
@@ -158,16 +160,17 @@ class ColdRuns:
 
     async def _relate(self, count: int) -> None:
         """Find what follows the runs that may be next, of about so many blocks."""
-        states: list[_RunState] = []
+        states: dict[_RunState, None] = {}
         while self._ends and count > 0 and not (self._candidates and self._candidates[0] < self._ends[0]):
             *_, state = heappop(self._ends)
             follower = self._next_of.get(state.run.keys[-1])
-            if state.is_related or (follower is not None and follower.left):
+            if state.is_related or state in states or (follower is not None and follower.left):
                 continue
             line = self._read_alike_up_to(state)
-            is_short = sum(each.left for each in line) <= count  # of a long one the end may have to stay: first that
-            states += line if is_short else [state]
-            count -= sum(each.left for each in line) if is_short else state.left
+            if sum(each.left for each in line) > count:  # of a long one the end may have to stay: first that
+                line = [state]
+            states.update(dict.fromkeys(line))
+            count -= sum(each.left for each in line)
         families = await self._index.outer_families([state.run for state in states], _MOST_FOLLOWERS)
         for state, family in zip(states, families, strict=True):
             state.is_related = True
@@ -178,10 +181,13 @@ class ColdRuns:
 
     def _read_alike_up_to(self, state: _RunState) -> list[_RunState]:
         """Return a run and those before it in its chain that mostly go with it."""
-        line = [state]
-        while (before := self._before(line[-1])) is not None and before.access.at == state.access.at:
-            line.append(before)
-        return line
+        line = {state: None}
+        before = self._before(state)
+        # Writers can make two runs each other's parents.
+        while before is not None and before not in line and before.access.at == state.access.at:
+            line[before] = None
+            before = self._before(before)
+        return list(line)
 
     def _before(self, state: _RunState) -> _RunState | None:
         """Return the run whose last block a run follows, if it may go and is not related."""

@@ -491,7 +491,8 @@ class EvictionOrder(Protocol):
         """Yield blocks in the order in which they are to go."""
 
     def line(self, key: int, most: int) -> Sequence[int]:
-        """Return the blocks that come next if a leaf goes, and then each of them, as far as that is known at once."""
+        """Return the blocks that come next if a leaf goes, and then each of them, as far as that is known at once, and
+        they have locations like its."""
 
     def expired(self, now: float) -> Iterator[Candidate]:
         """Yield blocks that have reached their age."""
@@ -720,22 +721,22 @@ class _Selection:
 
     async def _select_line(self, source: Source, leaf: Candidate, line: Sequence[int]) -> None:
         """Select the blocks before a leaf that was selected, each of which is the next candidate when the one behind it
-        goes. The order yields those that stay, and what is before them, in their turn."""
+        goes: what went of the leaf goes of them, which have the same locations."""
         end = await source.chains.record(leaf.key)
         if end is None or source.chains.is_living(leaf.key, end):
             return
-        last: tuple[int, BlockRecord] | None = None
-        for key, record in zip(line, await source.chains.records(line), strict=True):
-            if self.is_enough() or record is None or not self._useful_locations(source, key, record):
-                break
-            self._evict(source, key, record, leaf.policy)
-            if source.chains.is_living(key, record):
-                break
-            last = key, record
-        if last is not None:
-            key, record = last
-            read_at = (await source.chains.read_at([key]))[key]
-            await self._select_colder_tails(source, leaf._replace(key=key, read_at=read_at), record)
+        gone = self.victims[-1]
+        size_bytes = sum(each.size_bytes for each in end.locations if each.id in gone.eviction.location_ids)
+        for key in line:
+            if self.is_enough():
+                return
+            source.chains.choose(key, gone.eviction.location_ids)
+            source.order.discard(key)
+            self._add(source, gone.eviction._replace(key=key), gone.amount, size_bytes)
+        record = await source.chains.record(line[-1])
+        if record is not None:
+            read_at = (await source.chains.read_at([line[-1]]))[line[-1]]
+            await self._select_colder_tails(source, leaf._replace(key=line[-1], read_at=read_at), record)
 
     async def _select_colder_tails(self, source: Source, head: Candidate, record: BlockRecord) -> None:
         """The end of a chain was selected. If the block before it is the end now, and colder, it is the coldest of all

@@ -29,6 +29,7 @@ __all__ = ["DueQueue", "MemoryLease", "MemoryStore", "MemoryTable", "Outcomes"]
 
 Key = TypeVar("Key", int, str)
 _SPARE_ENTRIES = 64
+_KEYS_OF_AN_ENTRY = 512
 
 
 class DueQueue(Generic[Key]):
@@ -74,19 +75,21 @@ class DueQueue(Generic[Key]):
 
     def until(self, now: float, most: int) -> list[Key]:
         """Return the keys whose deadline is not after `now`, the earliest first, at most so many. They stay."""
-        found: list[tuple[float, Key]] = []
+        seen: set[tuple[float, Key]] = set()
+        last: tuple[float, Key] | None = None
         heap = self._heap
-        while heap and heap[0][0] <= now and most > 0:
-            if len(found) >= most:  # later entries may have keys before the last ones, of the same deadline
-                found = sorted(set(found))
-                if len(found) >= most and heap[0][:2] > found[most - 1]:
-                    break
+        # Later entries may have keys before the last one, of the same deadline.
+        while heap and heap[0][0] <= now and most > 0 and (len(seen) < most or last is None or heap[0][:2] < last):
             deadline, _, keys = heappop(heap)
             self._size -= len(keys)
-            found += [(deadline, key) for key in keys if self._deadlines.get(key) == deadline]
-        found = sorted(set(found))
+            seen.update([(deadline, key) for key in keys if self._deadlines.get(key) == deadline])
+            last = max((deadline, max(keys)), last or (deadline, keys[0]))
+        found = sorted(seen)
         for deadline, same in groupby(found, itemgetter(0)):
-            self._push(deadline, tuple([key for _, key in same]))
+            ordered = tuple([key for _, key in same])
+            # In parts, or each call would sort all that is due at one time once more.
+            for start in range(0, len(ordered), _KEYS_OF_AN_ENTRY):
+                self._push(deadline, ordered[start : start + _KEYS_OF_AN_ENTRY])
         return [key for _, key in found[:most]]
 
     def clear(self) -> None:

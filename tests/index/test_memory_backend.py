@@ -94,6 +94,10 @@ class Ends(NamedTuple):
 ENDS = st.builds(Ends, SESSIONS, st.sampled_from([0.0, 99.0]), st.integers(0, 1), st.sampled_from([b"", b"+"]))
 
 
+def retired(place: Location) -> Location:
+    return place._replace(status=LocationStatus.DELETING, deadline=88.0)
+
+
 def is_resident(record: BlockRecord | None) -> bool:
     return record is not None and any(place.status is LocationStatus.SERVING for place in record.locations)
 
@@ -354,6 +358,36 @@ class ColumnsMachine(RuleBasedStateMachine):
         keys = [key for key, found in self.records.items() if ends.is_of(found)]
         random.shuffle(keys)
         self.serve(keys, ends)
+
+    @rule(keys=st.lists(KEYS, unique=True, min_size=1), ids=st.sampled_from([{"a"}, {"a", "b"}]))
+    def retire(self, keys: list[int], ids: set[str]) -> None:
+        """Mark blocks as deleting, all or none, whatever became of them."""
+
+        def ending(blocks: UniformRun) -> UniformRun | None:
+            return blocks._replace(location=retired(blocks.location)) if blocks.location.id in ids else None
+
+        rows = self.columns.rows_of(keys)
+        marked = self.columns.retire_rows(rows, keys, ending) if rows is not None else None
+        olds = [self.records.get(key) for key in keys]
+        only = [old.locations[0] if old is not None and len(old.locations) == 1 else None for old in olds]
+        can_go = [one is not None and one.status is LocationStatus.SERVING and one.id in ids for one in only]
+        assert (marked is not None) == all(can_go)
+        if marked is not None:
+            assert [key for blocks in marked for key in blocks.keys] == keys
+            for key, old, one in zip(keys, olds, only, strict=True):
+                assert old is not None
+                assert one is not None
+                self.keep(key, old._replace(locations=(retired(one),)))
+        assert self.follower.reported() == [("removed", key, 0) for key in keys if marked is not None]
+
+    @rule(ids=st.sampled_from([{"a"}, {"a", "b"}]), random=st.randoms(use_true_random=False))
+    def retire_all(self, ids: set[str], random: Random) -> None:
+        """Mark all blocks as deleting that have one of these locations alone, in any order."""
+        alone = [(key, found.locations[0]) for key, found in self.records.items() if len(found.locations) == 1]
+        keys = [key for key, one in alone if one.status is LocationStatus.SERVING and one.id in ids]
+        random.shuffle(keys)
+        if keys:
+            self.retire(keys, ids)
 
     @rule(key=KEYS, old=st.one_of(st.none(), RECORDS), new=st.one_of(st.none(), RECORDS))
     def abandon(self, key: int, old: BlockRecord | None, new: BlockRecord | None) -> None:

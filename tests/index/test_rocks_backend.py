@@ -68,6 +68,7 @@ STEPS = st.one_of(
     st.tuples(st.just("begin"), RUNS),
     st.tuples(st.just("serve"), st.tuples(st.randoms(use_true_random=False), st.sampled_from([0.0, 31.0]))),
     st.tuples(st.just("serve"), st.tuples(st.randoms(use_true_random=False), st.sampled_from([0.0, 31.0]))),
+    st.tuples(st.just("retire"), st.tuples(st.randoms(use_true_random=False), st.integers(1, 3))),
     st.tuples(st.just("drop"), st.none()),
     st.tuples(st.just("restart"), st.none()),
 )
@@ -110,9 +111,14 @@ class Model:
             self.write(key, record)
         return True
 
-    def writing(self) -> list[int]:
-        """The blocks whose only location is being written."""
-        return [key for key, record in self.records.items() if [*map(status_of, record.locations)] == [WRITING]]
+    def alone(self, status: LocationStatus) -> list[int]:
+        """The blocks whose only location has this status."""
+        return [key for key, record in self.records.items() if [*map(status_of, record.locations)] == [status]]
+
+    def retire(self, keys: list[int]) -> None:
+        for key in keys:
+            (only,) = self.records[key].locations
+            self.write(key, self.records[key]._replace(locations=(retired(only),)))
 
     def serve(self, keys: list[int], deadline: float) -> None:
         for key in keys:
@@ -138,6 +144,10 @@ def status_of(place: Location) -> LocationStatus:
 
 def served(place: Location, deadline: float) -> Location:
     return place._replace(status=LocationStatus.SERVING, session_id="", deadline=deadline)
+
+
+def retired(place: Location) -> Location:
+    return place._replace(status=LocationStatus.DELETING, deadline=31.5)
 
 
 def serving(deadline: float, blocks: UniformRun) -> UniformRun:
@@ -171,10 +181,15 @@ async def do(backend: RocksBackend, model: Model, at: int, verb: str, values: An
     elif verb == "begin":
         assert (backend.begin(values) is not None) == model.begin(values)
     elif verb == "serve":
-        (random, deadline), keys = values, model.writing()
+        (random, deadline), keys = values, model.alone(WRITING)
         random.shuffle(keys)
         assert backend.serve(keys, partial(serving, deadline)) is not None
         model.serve(keys, deadline)
+    elif verb == "retire":
+        (random, count), keys = values, model.alone(LocationStatus.SERVING)
+        keys = random.sample(keys, min(count, len(keys)))
+        assert backend.retire(keys, lambda blocks: blocks._replace(location=retired(blocks.location))) is not None
+        model.retire(keys)
     else:
         await backend.requeue(values, at + 0.5)
         for key, count in values.items():

@@ -101,6 +101,9 @@ class SuspendingBackend:
     def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """As a backend that asks a store: left to `write_many`."""
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> None:
+        """As a backend that asks a store: left to `write_many`."""
+
     def versions_between(self, key: int, begin: int, end: int) -> list[BlockRecord | None]:
         """Return every version of a key that a read from step `begin` to step `end` may see."""
         versions = self.history.get(key, [Version(None, 0, 0)])

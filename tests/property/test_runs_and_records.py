@@ -49,6 +49,9 @@ class OneByOne(MemoryBackend):
     def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """Left to `write_many`."""
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> None:
+        """Left to `write_many`."""
+
 
 class World(Core):
     """A manager's core over one backend, with an order of eviction and a listener to events."""

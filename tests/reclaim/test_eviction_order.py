@@ -21,7 +21,7 @@ from index_backends import Rig, opened
 from manager_rig import ManagerRig
 from redis_servers import Standalone
 
-from kvcm.index.backends.backend import Access, Change, Rows, Written
+from kvcm.index.backends.backend import Access, FinishRun, Rows, UniformRun
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
@@ -600,11 +600,11 @@ class Refusing(MemoryBackend):
     refuses = False
     read_meanwhile = 99
 
-    async def write_many(self, changes: Sequence[Change]) -> Written:
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         if self.refuses:
-            await self.touch({self.read_meanwhile: 1}, 1_000_500.0)
+            self._blocks.touch({self.read_meanwhile: 1}, 1_000_500, moves=True)
             raise StorageIOError("the disk is too slow; try again")
-        return await super().write_many(changes)
+        return super().retire(keys, ending)
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

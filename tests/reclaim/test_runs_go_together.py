@@ -185,6 +185,18 @@ async def test_a_block_with_many_followers_stays_until_they_are_gone(backends: R
     assert set(tree.parents) == set(trunk[:1]), branches
 
 
+async def test_two_runs_that_follow_each_other_stay(backends: Rig) -> None:
+    """Writers can make two blocks each other's parents; others go."""
+    tree = Tree(backends, "leaf_lru")
+    first, second = range(1, 65), range(101, 165)
+    await tree.rig.write(tree.index, first, 64, second[-1])
+    await tree.rig.write(tree.index, second, 0, first[-1])
+    tree.rig.clock.time += 10
+    keys = await tree.write(None, 30)
+    tree.rig.groups["g"] = group_of(used_size=(128 + 10) * BLOCK, hysteresis=0.0)
+    assert set(await tree.rig.settle()) == set(keys[10:])
+
+
 async def test_what_another_manager_changes_between_choice_and_mark_stays(backends: Rig) -> None:
     """The compare-and-set of a run decides block by block."""
     tree = Tree(backends, "leaf_lru")

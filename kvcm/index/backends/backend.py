@@ -152,8 +152,8 @@ class StoredRun(NamedTuple):
 RunChange: TypeAlias = tuple[StoredRun, tuple[Location, ...]]
 """Blocks, and their locations from now on, without chunks, which stay; none to remove the blocks."""
 FinishRun: TypeAlias = Callable[[UniformRun], UniformRun | None]
-"""From blocks that are being written to the same blocks serving, None where these do not end like that. It is pure;
-where the blocks lie and what they take stays as it is."""
+"""From blocks that are being written to the same blocks serving, or from those to the same being deleted; None where
+these do not end like that. It is pure; where the blocks lie and what they take stays as it is."""
 
 # Blocks by row, for eviction orders over an index in this process.
 #
@@ -242,6 +242,10 @@ class Rows(Protocol):
 
     def is_resident(self, row: int) -> bool:
         """Return whether the block has a serving location."""
+
+    def is_like(self, row: int, other: int) -> bool:
+        """Return whether two blocks have one location each, which differ in nothing but the chunk, as far as that is
+        seen at once: those of one write are."""
 
     def children(self, row: int) -> Iterator[int]:
         """Yield the rows of the blocks that directly follow."""
@@ -354,6 +358,12 @@ class PlaceTally:
     def add(self, place: StorageKey, size_bytes: int) -> None:
         """Count bytes that are not being deleted."""
         self._used[place] += size_bytes
+
+    def retire(self, location: Location, count: int) -> None:
+        """Count so many blocks with one location like this one each, which served before and is being deleted now."""
+        self.deleting_blocks += count
+        if location.size_bytes:
+            self._deleting[location.place] += count * location.size_bytes
 
     def add_equal(self, record: BlockRecord, count: int) -> None:
         """Count what so many records take that are like this one."""
@@ -565,6 +575,9 @@ class IndexBackend(Protocol):
         Raises:
             StorageIOError: the store failed.
         """
+
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        """Do `serve` for blocks that serve and are to be deleted: the chunks stay as they are."""
 
     async def children(self, key: int) -> list[int]:
         """Return the keys whose parent is `key`, found without a scan."""

@@ -499,6 +499,7 @@ _NO_ROW = -1
 _MOST_READS = (1 << 16) - 1
 _FEW_TOUCHED = 8  # up to so many blocks are touched one by one
 _SERVING = LocationStatus.SERVING
+_DELETING = LocationStatus.DELETING
 _new_record = cast("Callable[[type[BlockRecord], tuple[object, ...]], BlockRecord]", tuple.__new__)
 
 
@@ -741,6 +742,12 @@ class BlockColumns:
             return headers[3] is _SERVING
         return any(header[3] is _SERVING for header in cast("tuple[Header, ...]", headers))
 
+    def is_like(self, row: int, other: int) -> bool:
+        """Return whether two blocks have one location each with the same header."""
+        return (
+            self._headers[row] is self._headers[other] and type(self._chunks[row]) is type(self._chunks[other]) is bytes
+        )
+
     def children(self, row: int) -> Iterator[int]:
         """Yield the rows of the blocks that directly follow."""
         return self._siblings(self._first_child[row])
@@ -961,23 +968,48 @@ class WrittenColumns(BlockColumns):
 
     def serve_rows(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> list[UniformRun] | None:
         """Do `serve` for the blocks in these rows."""
+        served = self._ended(rows, keys, ending, _WRITING, _SERVING)
+        if served is not None:
+            self._put_served(rows, served)
+        return served
+
+    def retire_rows(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> list[UniformRun] | None:
+        """Do `serve_rows` for blocks that serve, and are deleting then."""
+        retired = self._ended(rows, keys, ending, _SERVING, _DELETING)
+        if retired is None:
+            return None
+        if self._observer is not None:
+            for row in rows:
+                self._observer.removed(row)
+        at, headers = 0, self._headers
+        for run in retired:
+            header = self._pool.share(_header_of(run.location))
+            for row in rows[at : at + len(run.keys)]:
+                headers[row] = header
+            at += len(run.keys)
+        return retired
+
+    def _ended(
+        self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun, before: LocationStatus, after: LocationStatus
+    ) -> list[UniformRun] | None:
+        """Return what becomes of blocks of a status that have one location each; None where some are no such blocks."""
         chunks = _taken(self._chunks, rows)
         if set(map(type, chunks)) - {bytes}:
             return None
-        served: list[UniformRun] = []
+        ended: list[UniformRun] = []
         at = 0
         for header, count in _counted(_taken(self._headers, rows)):
             end = at + count
-            before = unpack(header, b"")[0]
-            of_these = UniformRun(keys[at:end], before, cast("list[bytes]", chunks[at:end]))
-            after = ending(of_these) if before.status is _WRITING else None
-            if after is None:
+            location = unpack(header, b"")[0]
+            of_these = UniformRun(keys[at:end], location, cast("list[bytes]", chunks[at:end]))
+            run = ending(of_these) if location.status is before else None
+            if run is None:
                 return None
-            assert _is_same_place(before, after.location)
-            served.append(after)
+            assert run.location.status is after
+            assert _is_same_place(location, run.location)
+            ended.append(run)
             at = end
-        self._put_served(rows, served)
-        return served
+        return ended
 
     def _put_served(self, rows: Sequence[int], served: Sequence[UniformRun]) -> None:
         changed: list[tuple[Sequence[int], Sequence[int], int]] = []
@@ -1103,11 +1135,10 @@ def _counted(headers: Sequence[Headers]) -> Iterator[tuple[Headers, int]]:
         yield header, len(list(same_header))
 
 
-def _is_same_place(writing: Location, serving: Location) -> bool:
-    """Return whether a location serves as it was written: nothing changed but what an end decides."""
+def _is_same_place(before: Location, after: Location) -> bool:
+    """Return whether nothing of a location changed but what an end decides."""
     # Without the status, and what comes behind the time of writing; a copy with these changed would take longer.
-    is_same = writing[:3] == serving[:3] and writing[4:8] == serving[4:8]
-    return serving.status is _SERVING and writing.status is _WRITING and is_same
+    return before[:3] == after[:3] and before[4:8] == after[4:8]
 
 
 class MemoryBackend:
@@ -1200,6 +1231,18 @@ class MemoryBackend:
             else:
                 self._due.put_all(run.keys, due)
         return served
+
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        rows = self._blocks.rows_of(keys)
+        return None if rows is None else self._retire(rows, keys, ending)
+
+    def _retire(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        """Do `retire` for the blocks in these rows."""
+        retired = self._blocks.retire_rows(rows, keys, ending)
+        for run in retired or ():
+            self._due.put_all(run.keys, run.location.deadline)
+            self._tally.retire(run.location, len(run.keys))
+        return retired
 
     def load(self, batches: Iterable[StoredBlocks]) -> None:
         """Add all blocks that were stored before this process began, none of which was ever read; a backend without

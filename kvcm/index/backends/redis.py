@@ -920,6 +920,9 @@ class RedisBackend(SharedCounts):
     def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """Records are changed in Redis, by `write_many` and `stage_serve`."""
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> None:
+        """Records are changed in Redis, by `write_many`."""
+
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         parts = [part for run in runs for part in self._beginnings(run)]
 

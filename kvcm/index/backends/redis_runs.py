@@ -610,6 +610,9 @@ class RunsBackend(SharedCounts):
     def serve(self, keys: Sequence[int], ending: FinishRun) -> None:
         """Records are changed in Redis, by `write_many` and `stage_serve`."""
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> None:
+        """Records are changed in Redis, by `write_many` and `change_runs`."""
+
     def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
         groups: defaultdict[int, list[_Group]] = defaultdict(list)
         with timed("meta_searcher.index_serialize_time_us"):

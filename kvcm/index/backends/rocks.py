@@ -184,6 +184,19 @@ class RocksBackend(MemoryBackend):
         self._append(self._access_rows(read_before) if read_before else [], keys, sessions, puts=puts)
         return served
 
+    def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        self._log.admit()
+        found = self._blocks.rows_of(keys)
+        retired = self._retire(found, keys, ending) if found is not None else None
+        if found is None or retired is None:
+            return None
+        places, puts, at = np.array(found, np.int64), list[PutRows](), 0
+        for run in retired:
+            puts.append(self._run_rows(places[at : at + len(run.keys)], *run))
+            at += len(run.keys)
+        self._append([], keys, (), puts=puts, is_urgent=True)  # no session wrote them any more
+        return retired
+
     def _append(
         self,
         rows: list[RowChange],
