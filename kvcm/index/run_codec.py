@@ -181,7 +181,8 @@ def decode_stored(runs: Sequence[bytes]) -> list[StoredRun]:
             chunks = list(zip(*[_chunks_of(body, len(headers)) for body in bodies], strict=True))
         parent = None if depths[0] >= _HEADLESS else head
         depth = depths[-1] & ~_HEADLESS
-        found.append(StoredRun(value[1:_COUNT_AT], keys[at:end], parent, depth, locations, chunks))
+        stamp = value[1:_COUNT_AT]
+        found.append(StoredRun(stamp, keys[at:end], parent, depth=depth, locations=locations, chunks=chunks))
         at = end
     return found
 

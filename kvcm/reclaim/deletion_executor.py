@@ -292,7 +292,7 @@ class StorageWorkers:
 
 _SLICE_BLOCKS = 64
 """Blocks that the event loop may be held for: half a millisecond of a quiet machine."""
-_RUNS_OF_A_CHANGE = 8
+_RUNS_OF_A_CHANGE = 8  # as many blocks as a slice has take as long one by one
 _MOST_IN_A_BATCH = 128
 _MOST_IN_FLIGHT = 1024  # per index and storage: the rest is postponed where the storage is slow
 _log = structlog.get_logger("kvcm.reclaim")
@@ -383,10 +383,18 @@ class Deletions:
     def start_run(self, handle: IndexHandle, run: StoredRun) -> list[DeletionItem]:
         """Start the deletions of blocks with one location each; those that are in flight already are left out."""
         (location,), (chunks,) = run.locations, run.chunks
-        instance_id, uid, (location_id, storage, *_) = handle.instance_id, handle.uid, location
-        ends = location.session_id, location.size_bytes
+        uid, (location_id, storage, *_) = handle.uid, location
         items = [
-            DeletionItem(instance_id, uid, key, location_id, storage, tuple(uris_of(chunk)), *ends)
+            DeletionItem(
+                handle.instance_id,
+                uid,
+                key,
+                location_id=location_id,
+                storage=storage,
+                uris=tuple(uris_of(chunk)),
+                session_id=location.session_id,
+                size_bytes=location.size_bytes,
+            )
             for key, chunk in zip(run.keys, chunks, strict=True)
             if (uid, key, location_id) not in self._in_flight
         ]
@@ -785,6 +793,8 @@ class DeletionExecutor:
                 continue
             if location.deadline > now:  # changed since
                 continue
+            if len(found.items) >= _MOST_BLOCKS:
+                break  # the next scan finds the rest
             await self._deletions.give_way()
             found.items += self._deletions.start_run(handle, run)
         return others

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
@@ -113,22 +115,29 @@ class _VictimBatch:
             for source, _ in gathered.values():
                 await source.order.settle()
 
-    async def mark_runs(self, sources: Sequence[ColdRuns]) -> None:
-        """Mark what was chosen of runs."""
+    async def mark_runs(self, sources: Sequence[ColdRuns]) -> int:
+        """Mark what was chosen of runs; return how many blocks were marked."""
         for source in sources:
             runs = source.taken()
             if runs:
                 index = self.indexes[source.holding.uid]
                 self._marked.append(await self._reclaimer.mark_runs(self._need, source, index, runs))
+        return sum(len(evicted.keys) for evicted in self._marked)
 
     async def finish(self) -> int:
         """Mark the gathered victims; return how many blocks were marked in total."""
         try:
             await self._mark_gathered()
-        finally:  # also after a failure: report the blocks that were marked before
-            for evicted in self._marked:
-                self._reclaimer.report(evicted)
-        return sum(len(evicted.keys) for evicted in self._marked)
+        finally:  # also after a failure
+            marked = self.report()
+        return marked
+
+    def report(self) -> int:
+        """Report the blocks that were marked so far; return how many there are."""
+        marked, self._marked = self._marked, []
+        for evicted in marked:
+            self._reclaimer.report(evicted)
+        return sum(len(evicted.keys) for evicted in marked)
 
 
 # The needs of one look, served batch by batch, one need after the other.
@@ -266,8 +275,16 @@ class EvictionRecord:
     def of(cls, holding: InstanceUsage, need: ReclaimNeed, policy: str, changes: Sequence[Change]) -> EvictionRecord:
         """Return the record of blocks that changed one by one."""
         sizes = [each.size_bytes for change in changes for each in newly_deleting(change.old, change.new)]
-        keys, delay = [change.key for change in changes], _delay_seconds(holding.group)
-        return cls(holding.instance, need, policy, keys, len(sizes), sum(sizes), changes, delay)
+        return cls(
+            holding.instance,
+            need,
+            policy,
+            keys=[change.key for change in changes],
+            locations=len(sizes),
+            size_bytes=sum(sizes),
+            changes=changes,
+            delay_seconds=_delay_seconds(holding.group),
+        )
 
     @classmethod
     def of_runs(cls, holding: InstanceUsage, need: ReclaimNeed, policy: str, runs: _MarkedRuns) -> EvictionRecord:
@@ -459,6 +476,7 @@ _REFRESH_SECONDS = 0.25
 _EXPIRY_WINDOWS = 4
 _ROUND_SECONDS = 1.0  # then a new round begins, with the current instances, ages and settings
 _AGES_PER_BATCH = 16  # of evicted blocks
+_LEAST_IN_RUN = 4  # blocks of a run, on average, for which a step per run is the faster way
 _NO_LIMIT = 1 << 62  # of a medium that is not measured yet
 _log = structlog.get_logger("kvcm.reclaim")
 
@@ -674,11 +692,15 @@ class Reclaimer:
             return 0
         batch = _VictimBatch(self, need)
         goal = Goal(need, amount=need.amount, most_bytes=allowed, most=batch.most, now=self._clock.now())
-        if batch.is_shared:
-            await self._choose_in_windows(goal, serving.shares, batch)
-        else:
-            sources = await self._sources(need.usages, batch, 0, batch.most)
-            await select_victims(goal, sources, serving.shares, batch, serving.scan)
+        try:
+            if batch.is_shared:
+                await self._choose_in_windows(goal, serving.shares, batch)
+            else:
+                sources = await self._sources(need.usages, batch, 0, batch.most)
+                await select_victims(goal, sources, serving.shares, batch, serving.scan)
+        except BaseException:
+            batch.report()
+            raise
         return await batch.finish()
 
     async def _choose_in_windows(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch) -> None:
@@ -698,7 +720,7 @@ class Reclaimer:
                 break
 
     async def _choose_runs(self, goal: Goal, shares: ShareOrder, batch: _VictimBatch, window: int, count: int) -> int:
-        """Select blocks of whole runs where that is what the policy would do; return how many."""
+        """Select and mark blocks of whole runs where that is what the policy would do; return how many were marked."""
         sources: list[ColdRuns] = []
         for holding in goal.need.usages:
             order, index = self._orders[holding.uid], batch.indexes[holding.uid]
@@ -707,9 +729,8 @@ class Reclaimer:
             sources.append(ColdRuns(goal.need, holding, index, order, goal.now))
         for source in sources:
             await source.read(count, window)
-        chosen = await select_runs(goal, sources, shares)
-        await batch.mark_runs(sources)
-        return chosen
+        await select_runs(goal, sources, shares)
+        return await batch.mark_runs(sources)
 
     def _step_allowance(self, need: ReclaimNeed) -> int:
         """Return how many bytes this round may still mark."""
@@ -795,8 +816,9 @@ class Reclaimer:
         due = common_due(now, _delay_seconds(source.holding.group))
         changes = [(run, tuple([marked_location(each, due) for each in run.locations])) for run, _ in runs]
         lost = await index.change_runs(changes)
-        for _, access in runs:
-            self.stats.ages.observe(max(0.0, now - access.at))
+        for run, access in runs:
+            if run.keys[-1] not in lost:
+                self._note_age(access)
         return EvictionRecord.of_runs(source.holding, need, source.policy, _MarkedRuns(changes, lost))
 
     async def mark(
@@ -806,17 +828,18 @@ class Reclaimer:
         order = self._orders[source.holding.uid]
         order.is_evicting = True
         try:
-            alike = await self._mark_alike(need, source, index, evictions)
-            return [alike] if alike is not None else await self._mark_one_by_one(need, source, index, evictions)
+            in_runs = await self._mark_in_runs(need, source, index, evictions)
+            return [in_runs] if in_runs is not None else await self._mark_one_by_one(need, source, index, evictions)
         finally:
             order.is_evicting = False
 
-    async def _mark_alike(
+    async def _mark_in_runs(
         self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
     ) -> EvictionRecord | None:
         """Do `mark` in a step per run of blocks whose only locations are alike; None where there are others."""
         policies = {each.policy for each in evictions.values()}
-        if len(policies) > 1 or any(each.thin for each in evictions.values()):
+        runs = sum(1 for _ in groupby(evictions.values(), key=attrgetter("location_ids")))
+        if len(policies) > 1 or _LEAST_IN_RUN * runs > len(evictions) or any(each.thin for each in evictions.values()):
             return None
         now = self._clock.now()
         due = common_due(now, _delay_seconds(source.holding.group))
@@ -827,20 +850,22 @@ class Reclaimer:
             if run.location.pinned_until > now or any(evictions[key].location_ids != going for key in run.keys):
                 return None
             after = marked_location(run.location, due)
-            before = StoredRun(b"", run.keys[::-1], None, 0, (run.location,), [run.chunks[::-1]])
+            locations, chunks = (run.location,), [run.chunks[::-1]]
+            before = StoredRun(b"", run.keys[::-1], parent=None, depth=0, locations=locations, chunks=chunks)
             changes.append((before, (after,)))
             return run._replace(location=after)
 
         if index.retire(list(evictions), ending) is None:
             return None
-        await self._note_ages(index, evictions)
+        for access in await index.accesses([*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]):
+            self._note_age(access)
         (policy,) = policies
         return EvictionRecord.of_runs(source.holding, need, policy, _MarkedRuns(changes, ()))
 
-    async def _note_ages(self, index: MetaIndex, keys: Collection[int]) -> None:
-        for access in await index.accesses([*keys][:: max(1, len(keys) // _AGES_PER_BATCH)]):
-            if access is not None:
-                self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
+    def _note_age(self, access: Access | None) -> None:
+        """Note how old a block was that went."""
+        if access is not None:
+            self.stats.ages.observe(max(0.0, self._clock.now() - access.at))
 
     async def _mark_one_by_one(
         self, need: ReclaimNeed, source: Source, index: MetaIndex, evictions: Mapping[int, Eviction]
@@ -852,13 +877,15 @@ class Reclaimer:
             return marked(old, evictions[key], now, common_due(now, delay))
 
         # Read before: a shared store drops the access time of a block as soon as it is marked.
-        await self._note_ages(index, evictions)
+        sampled = [*evictions][:: max(1, len(evictions) // _AGES_PER_BATCH)]
+        read_at = dict(zip(sampled, await index.accesses(sampled), strict=True))
         changes = await index.read_modify_write(evictions, mark)
         by_policy: defaultdict[str, list[Change]] = defaultdict(list)
         for change in changes:
             if change.new is change.old:
                 continue
             by_policy[evictions[change.key].policy].append(change)
+            self._note_age(read_at.get(change.key))
         return [EvictionRecord.of(source.holding, need, policy, some) for policy, some in by_policy.items()]
 
     def report(self, evicted: EvictionRecord) -> None:

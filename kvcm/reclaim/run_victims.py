@@ -12,6 +12,7 @@ a store names the head of a chain before its tail, which mostly was written a li
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
@@ -30,6 +31,7 @@ __all__ = ["ColdRuns", "can_go_by_runs", "select_runs"]
 _POLICIES = frozenset({"lru", "leaf_lru", "lfu", "lfu_aging"})
 _MOST_FOLLOWERS = 16  # of one block: one with more stays, until they are gone
 _MOST_BEHIND = 16_384  # blocks that are read behind the coldest ones
+_TURNS_WITHOUT_YIELD = 64
 
 
 def can_go_by_runs(need: ReclaimNeed, holding: InstanceUsage, index: MetaIndex, plan: OrderPlan) -> bool:
@@ -123,7 +125,7 @@ class ColdRuns:
         self._candidates: list[_Place] = []  # a heap of runs with blocks that can go
         self._waiting: defaultdict[int, list[tuple[_RunState, int]]] = defaultdict(list)  # by follower
         self._asked: set[int] = set()
-        self._behind_left = _MOST_BEHIND
+        self._behind_left, self._read_ahead = _MOST_BEHIND, 0
         self._taken: dict[_RunState, None] = {}  # in the order in which the first block of each was chosen
 
     async def read(self, count: int, window: int) -> None:
@@ -150,6 +152,7 @@ class ColdRuns:
     async def head(self, count: int) -> Candidate | None:
         """Return the block that is the next to go, None where none can; so many more are wanted, about."""
         assert count > 0
+        self._read_ahead = max(self._read_ahead, count)
         while self._ends and not (self._candidates and self._candidates[0] < self._ends[0]):
             await self._relate(count)
             count *= 2  # few round trips also where hardly anything can go
@@ -166,7 +169,7 @@ class ColdRuns:
             follower = self._next_of.get(state.run.keys[-1])
             if state.is_related or state in states or (follower is not None and follower.left):
                 continue
-            line = self._read_alike_up_to(state)
+            line = self._read_together_up_to(state)
             if sum(each.left for each in line) > count:  # of a long one the end may have to stay: first that
                 line = [state]
             states.update(dict.fromkeys(line))
@@ -177,9 +180,9 @@ class ColdRuns:
             self._hold(state, family)
         for state in states:
             self._queue(state)
-        await self._read_behind(count)
+        await self._read_behind()
 
-    def _read_alike_up_to(self, state: _RunState) -> list[_RunState]:
+    def _read_together_up_to(self, state: _RunState) -> list[_RunState]:
         """Return a run and those before it in its chain that mostly go with it."""
         line = {state: None}
         before = self._before(state)
@@ -195,12 +198,14 @@ class ColdRuns:
         is_open = before is not None and not before.is_related and self._can_go(before.run.locations)
         return before if is_open and before is not None and before.run.keys[-1] == state.run.parent else None
 
-    async def _read_behind(self, count: int) -> None:
+    async def _read_behind(self) -> None:
         """Read what follows, as far as it is not known: whether it lives decides what can go."""
         followers = [key for key in self._waiting if key not in self._state_of and key not in self._asked]
         if followers and self._behind_left > 0:
-            most = min(max(count, MOST_BLOCKS), self._behind_left) if not self._asked else self._behind_left
+            # Enough for the run of each, and twice as far behind them each time: a chain may be long, and warm.
+            most = max(MOST_BLOCKS * len(followers), min(self._read_ahead, self._behind_left))
             self._asked.update(followers)
+            self._read_ahead *= 2
             runs = await self._index.runs_around(followers, most)
             self._behind_left -= sum(len(run.keys) for run, _ in runs)
             self._add(runs)
@@ -273,7 +278,7 @@ class ColdRuns:
 
 async def select_runs(goal: Goal, sources: Sequence[ColdRuns], shares: ShareOrder) -> int:
     """Choose blocks of the sources; return how many."""
-    left, bytes_left, chosen = goal.amount, goal.most_bytes, 0
+    left, bytes_left, chosen, turns = goal.amount, goal.most_bytes, 0, 0
     while min(left, bytes_left) > 0 and chosen < goal.most:
         wanted = min(goal.most - chosen, left if goal.need.counts_blocks else _blocks_of(left, goal.need.block_bytes))
         heads = [(source, head) for source in sources if (head := await source.head(wanted)) is not None]
@@ -281,6 +286,9 @@ async def select_runs(goal: Goal, sources: Sequence[ColdRuns], shares: ShareOrde
             break
         turn = shares.first([(source.holding.uid, head) for source, head in heads]) if len(heads) > 1 else 0
         source, _ = heads[turn]
+        turns += 1
+        if turns % _TURNS_WITHOUT_YIELD == 0:
+            await asyncio.sleep(0)
         amount, size_bytes = source.size_of_head()
         # Several instances give by turns, so that each gives its share.
         most = 1 if len(heads) > 1 else min(_blocks_of(left, amount), _blocks_of(bytes_left, size_bytes))

@@ -1,6 +1,7 @@
 """Selection of victims: which locations are evicted next to serve a need, as few as possible.
 
-The path of one victim, all in this file; the policies that rank blocks are in `policies/`:
+The path of one victim, all in this file; the policies that rank blocks are in `policies/`. Over a shared store
+`run_victims` selects before that what goes in whole runs.
 
 1. `select_victims` asks each source (an instance) for its candidate: the first block of its eviction order.
 2. Of several sources `ShareOrder` decides which one gives a block.

@@ -21,7 +21,7 @@ from index_backends import Rig, opened
 from manager_rig import ManagerRig
 from redis_servers import Standalone
 
-from kvcm.index.backends.backend import Access, FinishRun, Rows, UniformRun
+from kvcm.index.backends.backend import Access, Change, FinishRun, Rows, UniformRun, Written
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.meta_index import MetaIndex
 from kvcm.model.errors import StorageIOError
@@ -600,21 +600,29 @@ class Refusing(MemoryBackend):
     refuses = False
     read_meanwhile = 99
 
+    async def write_many(self, changes: Sequence[Change]) -> Written:
+        self._refuse()
+        return await super().write_many(changes)
+
     def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
+        self._refuse()
+        return super().retire(keys, ending)
+
+    def _refuse(self) -> None:
         if self.refuses:
             self._blocks.touch({self.read_meanwhile: 1}, 1_000_500, moves=True)
             raise StorageIOError("the disk is too slow; try again")
-        return super().retire(keys, ending)
 
 
+@pytest.mark.parametrize("together", [1, 100])
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-async def test_blocks_that_a_store_refused_to_mark_go_first_when_it_takes_them(policy: str) -> None:
+async def test_blocks_that_a_store_refused_to_mark_go_first_when_it_takes_them(policy: str, together: int) -> None:
     """Otherwise every refusal would make the coldest blocks the hottest, and hot ones would go in their place."""
     rig = EvictionRig({"g": group_of(policy=policy)})
     backend = Refusing()
     index = rig.add(backend=backend)
-    for key in range(100):
-        await rig.write(index, [key])
+    for first in range(0, 100, together):
+        await rig.write_chains(index, [[key] for key in range(first, first + together)])
         rig.clock.time += 1
     rig.groups["g"] = group_of(policy=policy, capacity=90 * BLOCK, ratio=1.0, hysteresis=0.0)
     backend.refuses = True

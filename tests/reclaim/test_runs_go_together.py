@@ -16,6 +16,7 @@ from reclaim_rig import Rig as DeletionRig
 from thoroughness import examples
 
 from kvcm.index.meta_index import MetaIndex
+from kvcm.model.errors import StorageIOError
 from kvcm.model.locations import LocationStatus
 
 FOR_EVER = 1e12
@@ -131,6 +132,14 @@ STEPS = st.lists(
     steps=[("write", 0, 100), ("wait", 0, 0), ("write", 20, 100), ("read", 150, 0), ("evict", 0, 90), ("evict", 0, 60)],
     policy="leaf_lru",
 )
+@example(  # seven chains whose ends were written later than all heads
+    steps=[
+        *(("write", 64 * chain, 64) for chain in range(7)),
+        *(("write", 64 * chain + 63, 64) for chain in range(7)),
+        ("evict", 0, 200),
+    ],
+    policy="leaf_lru",
+)
 async def test_as_many_go_as_have_to_and_the_coldest_ends_of_chains_first(
     backends: Rig, steps: list[tuple[str, int, int]], policy: str
 ) -> None:
@@ -219,6 +228,44 @@ async def test_what_another_manager_changes_between_choice_and_mark_stays(backen
     used = tree.index.usage_bytes
     await tree.index.refresh()
     assert tree.index.usage_bytes == used, "sums are those of the blocks (invariant 4)"
+
+
+async def test_where_another_manager_changed_all_that_was_chosen_the_round_goes_on(backends: Rig) -> None:
+    tree = Tree(backends, "leaf_lru")
+    keys = await tree.write(None, 128)
+    inner: Any = tree.backend
+    change_runs = inner.change_runs
+
+    async def after_another_manager(changes: Any) -> Any:
+        inner.change_runs = change_runs
+        records = zip(keys, await tree.index.get(keys), strict=True)
+        again = {key: each._replace(locations=(each.locations[0]._replace(written_at=1.0),)) for key, each in records}
+        await tree.index.put(again)
+        return await change_runs(changes)
+
+    inner.change_runs = after_another_manager
+    tree.rig.groups["g"] = group_of(used_size=100 * BLOCK, hysteresis=0.0)
+    assert await tree.rig.reclaimer.reclaim() == 28
+
+
+async def test_what_was_marked_is_reported_where_the_store_of_another_instance_fails(backends: Rig) -> None:
+    rig = EvictionRig({"g": group_of()})
+    indexes = [rig.add(name, backend=backends.fresh()) for name in ("i", "j")]
+    for first, index in enumerate(indexes):
+        await rig.write(index, range(1000 * first + 1, 1000 * first + 65))
+        rig.clock.time += 1
+
+    async def fail(_changes: Any) -> Any:
+        raise StorageIOError("the store is away")
+
+    indexes[1]._backend.change_runs = fail  # type: ignore[attr-defined]
+    rig.groups["g"] = group_of(used_size=28 * BLOCK, hysteresis=0.0)
+    rig.reclaimer.update_orders()
+    with pytest.raises(StorageIOError):
+        await rig.reclaimer.reclaim()
+    gone = 64 - len(await rig.resident(indexes[0]))
+    assert gone > 0
+    assert rig.reclaimer.stats.submitted_blocks == gone == sum(len(each.keys) for each in rig.evicted)
 
 
 async def test_an_eviction_is_reported_with_the_changes_of_its_blocks(backends: Rig) -> None:

@@ -692,7 +692,7 @@ class SharedBackend(IndexBackend, Protocol):
         """Do `coldest` by runs: return those in which so many blocks lie, the coldest run of each shard first."""
 
     async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
-        """Do `get_around` by runs; those that cannot be evicted have been read at 0."""
+        """Do `get_around` by runs: those of all keys, then what follows them."""
 
     async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
         """Do `random_records` by runs, of those that can be evicted."""

@@ -897,8 +897,8 @@ class BlockColumns:
         self._reads[row] = min(reads, _MOST_READS)
 
 
-# The two changes that nearly all writes consist of, for many blocks at once: that their writing begins, and that they
-# serve. Both work on whole columns: row by row they cost ten times as much.
+# The changes that nearly all blocks go through, for many at once: that their writing begins, that they serve, and that
+# they are marked as deleting. They work on whole columns: row by row they cost ten times as much.
 #
 # Invariant: the effect is that of `insert` and `swap` on the same blocks one after the other, also for the observer; or
 # nothing is done and the result says so.

@@ -770,8 +770,8 @@ AROUND: Final = Script(
     + """
 -- KEYS: index, what names of runs begin with, children, access order, fence. ARGV: how many blocks to read; keys of
 -- blocks.
--- Returns for how many keys that was enough, then score and run of each, and after each run those that follow its last
--- block.
+-- Returns for how many keys that was enough, then score and run of each, and then the runs that follow their last
+-- blocks.
 check_present(KEYS[5])
 local found, seen, most = {0}, {}, tonumber(ARGV[1])
 
@@ -787,14 +787,17 @@ local function last_of_run(key)
   return size > 0 and string.sub(value, 3 + size, 10 + size)
 end
 
+local lasts = {}
 for n = 2, #ARGV do
-  local last = last_of_run(ARGV[n])
+  lasts[#lasts + 1] = last_of_run(ARGV[n]) or nil
   found[1] = n - 1
+  if most <= 0 then break end
+end
+for _, last in ipairs(lasts) do
   while last and most > 0 do
     local first = redis.call('ZRANGEBYLEX', KEYS[3], '[' .. last, '[' .. last .. string.rep('\\255', 8), 'LIMIT', 0, 1)
     last = first[1] and last_of_run(string.sub(first[1], 9))
   end
-  if most <= 0 then break end
 end
 return found
 """

@@ -118,7 +118,7 @@ _MOST_KEYS_PER_READ: Final = 1024
 _MOST_KEYS_PER_TOUCH: Final = 1024
 _MOST_RUNS_PER_CALL: Final = 64
 _MOST_RUNS_OF_FAMILIES: Final = 8
-_FEW_RUNS: Final = 32
+_FEW_RUNS: Final = 8
 _MOST_RUNS_CUT: Final = 16  # by one call: each costs the server some 50 us
 _FEW_BLOCKS: Final = 4  # for each that is to be drawn: then all keys are read
 _MOST_FUTILE_DRAWS: Final = 32  # in a row; of runs of one block each, one draw of 512 brings eight
@@ -422,15 +422,20 @@ class RunsBackend(SharedCounts):
     @staged("read", "redis_runs.py:due_runs")
     async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
         found: list[StoredRun] = []
-        runs, seen = max(_FEW_RUNS, 2 * most // MOST_BLOCKS), 0
+        count, known = most // MOST_BLOCKS + _FEW_RUNS, set[bytes]()
         while True:
-            ids = await self._pending.until(now, runs)
-            by_tag = self._ids_by_tag(ids[seen:])
+            ids = await self._pending.until(now, count)
+            fresh = [each for each in ids if each not in known]
+            by_tag = self._ids_by_tag(fresh)
             values = await self._client.mget([[self._tags[tag].runs + each for each in some] for tag, some in by_tag])
-            found += decode_stored([value for of_tag in values for value in of_tag if value is not None])
-            if len(ids) < runs or sum(len(run.keys) for run in found) >= most:
+            value_of: dict[bytes, bytes | None] = {}
+            for (_, some), of_tag in zip(by_tag, values, strict=True):
+                value_of.update(zip(some, of_tag, strict=True))
+            found += decode_stored([value for each in fresh if (value := value_of.get(each)) is not None])
+            if len(ids) < count or sum(len(run.keys) for run in found) >= most:
                 return found
-            runs, seen = 4 * runs, len(ids)  # most are small
+            known.update(fresh)
+            count *= 4  # most are small
 
     def _ids_by_tag(self, ids: Iterable[bytes]) -> Sequence[tuple[int, Sequence[bytes]]]:
         by_tag: defaultdict[int, list[bytes]] = defaultdict(list)
