@@ -149,7 +149,8 @@ async def test_two_managers_that_delete_the_same_block_harm_no_other_location(ri
     await rig.block(1)
     rig.storages.faults["a"].open_gate.clear()
     rounds = [asyncio.create_task(executor.run_due()) for executor in (rig.executor, other)]
-    assert await rig.turns(lambda: rig.storages.faults["a"].attempts == 2)
+    while rig.storages.faults["a"].attempts < 2:  # over a network no number of turns is enough for sure
+        await asyncio.sleep(0)
     await rig.block(1, location_id="again", status=LocationStatus.SERVING)
     rig.storages.faults["a"].open_gate.set()
     await asyncio.gather(*rounds)
@@ -290,6 +291,7 @@ async def test_the_loop_outlives_a_store_that_fails(rig: Rig) -> None:
         assert await rig.turns(lambda: is_gone(rig, 1))
 
 
+@IN_MEMORY
 async def test_cancelling_the_loop_ends_what_it_began(rig: Rig) -> None:
     rig.storages.faults["a"].open_gate.clear()
     before = asyncio.all_tasks()
@@ -371,6 +373,7 @@ async def test_what_hangs_counts_as_failed_once_and_is_never_begun_a_second_time
     assert (storage.attempts, rig.executor.deleted.locations) == (1, 1)
 
 
+@IN_MEMORY
 async def test_after_a_hang_the_free_workers_go_on(rig: Rig) -> None:
     storage = rig.storages.faults["a"]
     storage.open_gate.clear()
@@ -618,6 +621,7 @@ async def test_hanging_and_pending_deletions_are_dropped_once_the_storage_is_rem
     assert (storage.attempts, storage.forgotten_uris) == (4, [])
 
 
+@IN_MEMORY
 async def test_a_dropped_deletion_is_not_repeated_when_the_storage_comes_back_at_once(rig: Rig) -> None:
     """The call that hangs may still delete: until it is over the bytes have no owner, and the storage no report."""
     storage = await hang(rig, 1)
@@ -631,6 +635,7 @@ async def test_a_dropped_deletion_is_not_repeated_when_the_storage_comes_back_at
     assert (storage.attempts, storage.forgotten_uris) == (1, [])
 
 
+@IN_MEMORY
 async def test_a_storage_that_was_removed_leaves_no_pause_behind(rig: Rig) -> None:
     storage = rig.storages.faults["a"]
     storage.outage = OSError("down")
@@ -659,6 +664,7 @@ async def test_what_waits_goes_to_the_storage_that_is_open_by_then(rig: Rig) -> 
     assert (old.attempts, len(old.deleted) + len(new.deleted)) == (4, 2000)
 
 
+@IN_MEMORY
 async def test_an_executor_that_ends_leaves_no_call_behind(rig: Rig) -> None:
     storage = await hang(rig, 2)
     async with running(rig):
