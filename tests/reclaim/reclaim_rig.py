@@ -25,6 +25,7 @@ class Faulty:
     Attributes:
         inner: the storage.
         deleted: uris in the order in which deletions reached the storage.
+        attempts: deletions that reached the storage; each releases `calls`.
         outage: raised by every deletion while set.
         stubborn: uris that cannot be deleted.
         under_way: uris that are being deleted.
@@ -36,6 +37,7 @@ class Faulty:
     inner: StorageBackend
     deleted: list[str] = field(default_factory=list)
     attempts: int = 0
+    calls: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     outage: Exception | None = None
     stubborn: set[str] = field(default_factory=set)
     under_way: set[str] = field(default_factory=set)
@@ -48,6 +50,7 @@ class Faulty:
 
     async def delete(self, uris: Sequence[str]) -> list[str | None]:
         self.attempts += 1
+        self.calls.release()
         self.twice |= self.under_way.intersection(uris)
         self.under_way.update(uris)
         try:

@@ -149,8 +149,8 @@ async def test_two_managers_that_delete_the_same_block_harm_no_other_location(ri
     await rig.block(1)
     rig.storages.faults["a"].open_gate.clear()
     rounds = [asyncio.create_task(executor.run_due()) for executor in (rig.executor, other)]
-    while rig.storages.faults["a"].attempts < 2:  # over a network no number of turns is enough for sure
-        await asyncio.sleep(0)
+    for _ in rounds:
+        await rig.storages.faults["a"].calls.acquire()
     await rig.block(1, location_id="again", status=LocationStatus.SERVING)
     rig.storages.faults["a"].open_gate.set()
     await asyncio.gather(*rounds)
