@@ -100,7 +100,13 @@ def test_the_next_process_loads_and_answers_the_same(
         if kind.name == "vllm":
             settle(engine)
     options = _OPTIONS[kind.name](manager.address, instance_id, _OLD_PACKAGE)
-    with new_engine(kind, tiny_llama, **options) as engine:
-        if kind.name == "vllm":
-            Rig(engine, manager, instance_id).until_ready()
-        assert answered(engine) == (truth, loadable)
+    # SGLang allows a call less time than a busy machine may need: then a process loads nothing, and the next one does.
+    for _ in range(2 if kind.name == "sglang" else 1):
+        with new_engine(kind, tiny_llama, **options) as engine:
+            if kind.name == "vllm":
+                Rig(engine, manager, instance_id).until_ready()
+            tokens, loaded = answered(engine)
+        assert tokens == truth
+        if any(loaded):
+            break
+    assert loaded == loadable
