@@ -32,6 +32,7 @@ from kvcm.index.backends.backend import (
     RowObserver,
     Rows,
     RunChange,
+    RunStore,
     SharedBackend,
     StagedChange,
     StoredRun,
@@ -179,6 +180,11 @@ class MetaIndex:
     def has_runs(self) -> bool:
         """Whether blocks of a shared store lie together, and not each by itself."""
         return self._backend.is_shared and cast("SharedBackend", self._backend).has_runs
+
+    @property
+    def _runs(self) -> RunStore:
+        assert self.has_runs
+        return cast("RunStore", self._backend)
 
     @property
     def awaits(self) -> bool:
@@ -510,20 +516,20 @@ class MetaIndex:
     async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
         """Return the runs of a shared store in which so many of the coldest blocks lie, from about a position
         on."""
-        return await cast("SharedBackend", self._backend).coldest_runs(count, offset)
+        return await self._runs.coldest_runs(count, offset)
 
     async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
         """Return the runs in which blocks of a shared store lie, and those that follow: about `most` blocks in all."""
-        return await cast("SharedBackend", self._backend).runs_around(keys, most)
+        return await self._runs.runs_around(keys, most)
 
     async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
         """Return runs of a shared store, each equally likely, in which about so many blocks lie."""
-        return await cast("SharedBackend", self._backend).random_runs(count, random)
+        return await self._runs.random_runs(count, random)
 
     async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
         """Return for each run parent and child of relations of its blocks with others, that do not directly follow them
         there; at most so many of each parent."""
-        return await cast("SharedBackend", self._backend).outer_families(runs, most)
+        return await self._runs.outer_families(runs, most)
 
     async def change_runs(self, changes: Sequence[RunChange]) -> Collection[int]:
         """Change blocks of a shared store that lie together, or remove them; return the keys of those that changed
@@ -539,7 +545,7 @@ class MetaIndex:
         note = self._on_usage()
         with timed(_READ_MODIFY_WRITE, f"meta_indexer.{kind}_io_time_us"):
             try:
-                written = await uninterrupted(cast("SharedBackend", self._backend).change_runs(changes))
+                written = await uninterrupted(self._runs.change_runs(changes))
             finally:
                 self._answers.forget(keys)
                 self._generation += 1
@@ -565,7 +571,7 @@ class MetaIndex:
 
     async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
         """Return such blocks of a shared store by runs: about so many."""
-        return await cast("SharedBackend", self._backend).due_runs(now, most)
+        return await self._runs.due_runs(now, most)
 
     @property
     def most_touched(self) -> int:

@@ -31,6 +31,7 @@ __all__ = [
     "RowObserver",
     "Rows",
     "RunChange",
+    "RunStore",
     "SharedBackend",
     "StagedChange",
     "StoredRun",
@@ -641,7 +642,7 @@ class SharedBackend(IndexBackend, Protocol):
     Attributes:
         ends_at_miss: whether `get_runs` reads no further than to a block without a record where that is enough.
         most_touched: blocks to be touched in one call.
-        has_runs: whether blocks lie together; without that what works on runs is not called.
+        has_runs: whether blocks lie together, and it is a `RunStore`.
     """
 
     @property
@@ -688,6 +689,22 @@ class SharedBackend(IndexBackend, Protocol):
             most: read about so many in all; then some of these blocks may be missing.
         """
 
+    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
+        """Return the change that adds blocks which are beginning to be written; those that have a record by then
+        lose."""
+
+    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
+        """Return the change from blocks that are being written to the same blocks serving. Its calls are guards: they
+        answer 0 where one of their blocks is not as the writer left it. That one loses.
+
+        Args:
+            runs: blocks before and after; with the same chunks object the stored chunks stay.
+        """
+
+
+class RunStore(SharedBackend, Protocol):
+    """A store in which blocks lie together (`SharedBackend.has_runs`)."""
+
     async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
         """Do `coldest` by runs: return those in which so many blocks lie, the coldest run of each shard first."""
 
@@ -706,18 +723,6 @@ class SharedBackend(IndexBackend, Protocol):
 
     async def change_runs(self, changes: Sequence[RunChange]) -> Written:
         """Change blocks as runs; those whose stamp is another one by now lose."""
-
-    def stage_begin(self, runs: Sequence[BlockRun]) -> StagedChange:
-        """Return the change that adds blocks which are beginning to be written; those that have a record by then
-        lose."""
-
-    def stage_serve(self, runs: Sequence[tuple[UniformRun, UniformRun]]) -> StagedChange:
-        """Return the change from blocks that are being written to the same blocks serving. Its calls are guards: they
-        answer 0 where one of their blocks is not as the writer left it. That one loses.
-
-        Args:
-            runs: blocks before and after; with the same chunks object the stored chunks stay.
-        """
 
 
 def usage_difference(changes: Iterable[Change]) -> Counter[StorageKey]:

@@ -1234,11 +1234,7 @@ class MemoryBackend:
 
     def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         rows = self._blocks.rows_of(keys)
-        return None if rows is None else self._retire(rows, keys, ending)
-
-    def _retire(self, rows: Sequence[int], keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
-        """Do `retire` for the blocks in these rows."""
-        retired = self._blocks.retire_rows(rows, keys, ending)
+        retired = self._blocks.retire_rows(rows, keys, ending) if rows is not None else None
         for run in retired or ():
             self._due.put_all(run.keys, run.location.deadline)
             self._tally.retire(run.location, len(run.keys))

@@ -45,9 +45,7 @@ from kvcm.index.backends.backend import (
     Change,
     FinishRun,
     RowObserver,
-    RunChange,
     StagedChange,
-    StoredRun,
     Sum,
     UniformRun,
     Written,
@@ -1005,24 +1003,6 @@ class RedisBackend(SharedCounts):
         keys = keys[:most]
         records = zip(keys, await self.get_many(keys), strict=True)
         return {key: record for key, record in records if record is not None}
-
-    async def coldest_runs(self, count: int, offset: int) -> Sequence[tuple[StoredRun, Access]]:
-        raise NotImplementedError
-
-    async def runs_around(self, keys: Sequence[int], most: int) -> Sequence[tuple[StoredRun, Access]]:
-        raise NotImplementedError
-
-    async def random_runs(self, count: int, random: Random) -> Sequence[tuple[StoredRun, Access]]:
-        raise NotImplementedError
-
-    async def outer_families(self, runs: Sequence[StoredRun], most: int) -> Sequence[Sequence[tuple[int, int]]]:
-        raise NotImplementedError
-
-    async def due_runs(self, now: float, most: int) -> Sequence[StoredRun]:
-        raise NotImplementedError
-
-    async def change_runs(self, changes: Sequence[RunChange]) -> Written:
-        raise NotImplementedError
 
     async def children(self, key: int) -> list[int]:
         (parent,) = pack_keys((key,))

@@ -186,14 +186,10 @@ class RocksBackend(MemoryBackend):
 
     def retire(self, keys: Sequence[int], ending: FinishRun) -> Sequence[UniformRun] | None:
         self._log.admit()
-        found = self._blocks.rows_of(keys)
-        retired = self._retire(found, keys, ending) if found is not None else None
-        if found is None or retired is None:
+        retired = super().retire(keys, ending)
+        if retired is None:
             return None
-        places, puts, at = np.array(found, np.int64), list[PutRows](), 0
-        for run in retired:
-            puts.append(self._run_rows(places[at : at + len(run.keys)], *run))
-            at += len(run.keys)
+        puts = [self._run_rows(np.array(self._blocks.rows_of(run.keys), np.int64), *run) for run in retired]
         self._append([], keys, (), puts=puts, is_urgent=True)  # no session wrote them any more
         return retired
 
