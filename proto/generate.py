@@ -9,11 +9,14 @@ import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from grpc_tools import protoc  # type: ignore[import-untyped]
+import grpc_tools  # type: ignore[import-untyped]
+from grpc_tools import protoc
 
-__all__ = ["generate", "main"]
+__all__ = ["WELL_KNOWN", "generate", "main"]
 
 SOURCE = Path(__file__).resolve().parent
+WELL_KNOWN = Path(grpc_tools.__file__).parent / "_proto"
+"""Where the compiler has google/protobuf/*.proto."""
 TARGET = SOURCE.parent / "kvcm" / "protocol"
 PACKAGE = "kvcm.protocol"
 
@@ -62,7 +65,7 @@ def _remove(target: Path) -> None:
 def _compile(target: Path) -> None:
     outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
     files = sorted(str(path) for path in SOURCE.rglob("*.proto"))
-    if protoc.main(["protoc", f"-I{SOURCE}", *outputs, *files]) != 0:
+    if protoc.main(["protoc", f"-I{SOURCE}", f"-I{WELL_KNOWN}", *outputs, *files]) != 0:
         raise RuntimeError("protoc failed; its message above names the file and the line")
 
 

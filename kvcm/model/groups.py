@@ -235,6 +235,7 @@ class MetaIndexerConfig:
     batch_key_size: int = 0
     meta_storage_backend_config: MetaStorageBackendConfig = field(default_factory=MetaStorageBackendConfig)
     meta_cache_policy_config: MetaCachePolicyConfig = field(default_factory=MetaCachePolicyConfig)
+    persist_metadata_interval_time_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,11 @@ class GlobalQuota:
 
 @dataclass(frozen=True, slots=True)
 class InstanceGroup:
-    """A group as the operator configured it; `version` is chosen by the caller and grows with each update."""
+    """A group as the operator configured it; `version` is chosen by the caller and grows with each update.
+
+    `event_report_storage_candidates` are the storages whose reporters its instances have; of several of one type the
+    first counts. `extra_info` is a text for clients.
+    """
 
     name: str
     storage_candidates: tuple[str, ...] = ()
@@ -283,6 +288,9 @@ class InstanceGroup:
     version: int = 0
     storage_guarantees: tuple[StorageGuarantee, ...] = ()
     pin_budget_bytes: int = 0
+    extra_info: str = ""
+    event_report_storage_candidates: tuple[str, ...] = ()
+    revisit_interval_buckets: str = ""
 
     def policy_of(self, instance_id: str) -> EvictionPolicy:
         """Return the policy in force for an instance, its name always set (design.md decision 18)."""

@@ -18,6 +18,7 @@ __all__ = [
     "LocationSpecKind",
     "ModelDeployment",
     "Placement",
+    "QueryType",
     "Registration",
     "Removal",
     "StoreMove",
@@ -30,6 +31,16 @@ class LocationSpecKind(IntEnum):
     LSK_UNSPECIFIED = 0
     LSK_FULL_ATTENTION = 1
     LSK_LINEAR_ATTENTION = 2
+
+
+class QueryType(IntEnum):
+    """How keys are matched; numbers are those of the wire protocol."""
+
+    QT_UNSPECIFIED = 0
+    QT_BATCH_GET = 1
+    QT_PREFIX_MATCH = 2
+    QT_REVERSE_ROLL_SW_MATCH = 3
+    QT_PREFIX_MATCH_WITH_MAMBA = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +73,7 @@ class ModelDeployment:
     pp_size: int = 0
     extra: str = ""
     user_data: str = ""
+    use_eagle_pop: bool = False
 
 
 class InstanceDifference(NamedTuple):
@@ -87,6 +99,7 @@ class Instance:
         block_size: tokens per block; 0 when engines only send block keys.
         location_spec_infos: parts of a block, in the order of registration.
         location_spec_groups: sorted by name, each with sorted spec names.
+        default_query_type: how keys are matched where a request about hosts does not say it.
     """
 
     quota_group_name: str
@@ -96,6 +109,7 @@ class Instance:
     location_spec_infos: tuple[LocationSpecInfo, ...]
     model_deployment: ModelDeployment
     location_spec_groups: tuple[LocationSpecGroup, ...] = ()
+    default_query_type: QueryType = QueryType.QT_UNSPECIFIED
 
     @property
     def spec_names(self) -> tuple[str, ...]:
@@ -138,6 +152,7 @@ class Instance:
         return (
             _infos_difference(self.location_spec_infos, other.location_spec_infos)
             or _groups_difference(self.location_spec_groups, other.location_spec_groups)
+            or _query_type_difference(self.default_query_type, other.default_query_type)
             or _deployment_difference(self.model_deployment, other.model_deployment)
         )
 
@@ -161,6 +176,10 @@ def _groups_difference(
 ) -> InstanceDifference | None:
     members = [{group.name: list(group.spec_names) for group in groups} for groups in (first, second)]
     return None if first == second else InstanceDifference("location_spec_groups", *members)
+
+
+def _query_type_difference(first: QueryType, second: QueryType) -> InstanceDifference | None:
+    return None if first is second else InstanceDifference("default_query_type", first.name, second.name)
 
 
 def _deployment_difference(first: ModelDeployment, second: ModelDeployment) -> InstanceDifference | None:

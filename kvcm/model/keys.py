@@ -48,7 +48,7 @@ _SIGN = 1 << 63
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15
 
 
-def block_keys_from_tokens(token_ids: Sequence[int], block_size: int) -> list[int]:
+def block_keys_from_tokens(token_ids: Sequence[int], block_size: int, previous: int = 0) -> list[int]:
     """Return the key of every full block of `token_ids`; the tail that fills no block is dropped.
 
     The running hash of wire.md 5.2: ``h ^= v + 0x9e3779b97f4a7c15 + (h << 12) + (h >> 32)`` per token, modulo 2^64,
@@ -57,8 +57,9 @@ def block_keys_from_tokens(token_ids: Sequence[int], block_size: int) -> list[in
     Args:
         token_ids: tokens of the prompt from its start, any int64.
         block_size: tokens per block, > 0.
+        previous: key of the block before the first token, 0 at the start of the prompt.
     """
-    state = 0
+    state = previous & _MASK
     keys: list[int] = []
     append = keys.append
     for end in range(block_size, len(token_ids) + 1, block_size):

@@ -31,6 +31,7 @@ __all__ = [
     "decode_chunk",
     "encode_chunk",
     "encode_chunks",
+    "encode_varint",
     "gaps_between_uris",
     "read_varint",
     "retag",
@@ -188,15 +189,15 @@ def encode_chunk(storage_type: StorageType, spec_size: int, specs: Iterable[Spec
     """
     message = bytearray()
     if storage_type:
-        message += b"\x08" + _varint(storage_type)
+        message += b"\x08" + encode_varint(storage_type)
     if spec_size:
-        message += b"\x10" + _varint(spec_size)
+        message += b"\x10" + encode_varint(spec_size)
     checksum = 0
     for name, uri, checksum in specs:
         fields = _text_field(b"\x0a", name) + _text_field(b"\x12", uri)
         if checksum:
             fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
-        message += b"\x1a" + _varint(len(fields)) + fields
+        message += b"\x1a" + encode_varint(len(fields)) + fields
     return _close_chunk(message, spec_size, checksum)
 
 
@@ -208,12 +209,12 @@ def gaps_between_uris(
     checksums: with the uris in between it is what `encode_chunk` returns."""
     heads = []
     for name, length in zip(spec_names, lengths, strict=True):
-        head = _text_field(b"\x0a", name) + (b"\x12" + _varint(length) if length else b"")
-        heads.append(b"\x1a" + _varint(len(head) + length) + head)
-    kind = b"\x08" + _varint(storage_type) if storage_type else b""
-    count = b"\x10" + _varint(len(heads)) if heads else b""
+        head = _text_field(b"\x0a", name) + (b"\x12" + encode_varint(length) if length else b"")
+        heads.append(b"\x1a" + encode_varint(len(head) + length) + head)
+    kind = b"\x08" + encode_varint(storage_type) if storage_type else b""
+    count = b"\x10" + encode_varint(len(heads)) if heads else b""
     size = len(kind) + len(count) + sum(map(len, heads)) + sum(lengths)
-    return (b"\x12" + _varint(size) + kind + count + heads[0], *heads[1:])
+    return (b"\x12" + encode_varint(size) + kind + count + heads[0], *heads[1:])
 
 
 def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
@@ -239,15 +240,15 @@ def with_checksums(chunk: bytes, checksums: Mapping[str, int]) -> bytes:
         checksum = checksums.get(_name_within(fields), 0)
         if checksum:
             fields += _CHECKSUM_TAG + checksum.to_bytes(8, "little")
-        message += b"\x1a" + _varint(len(fields)) + fields
+        message += b"\x1a" + encode_varint(len(fields)) + fields
     return _close_chunk(message, spec_size, checksum)
 
 
 def _close_chunk(message: bytearray, spec_size: int, last_checksum: int) -> bytes:
     """Return an encoded location that lacks only its own checksum as field 2 of an answer."""
     if last_checksum and spec_size == 1:
-        message += _CHECKSUM_OF_ALL_TAG + _varint(last_checksum)
-    return b"\x12" + _varint(len(message)) + message
+        message += _CHECKSUM_OF_ALL_TAG + encode_varint(last_checksum)
+    return b"\x12" + encode_varint(len(message)) + message
 
 
 def _name_within(fields: bytes) -> str:
@@ -318,13 +319,13 @@ def _decode_spec(encoded: bytes) -> SpecUri:
 
 def _text_field(tag: bytes, text: str) -> bytes:
     encoded = text.encode()
-    return tag + _varint(len(encoded)) + encoded if encoded else b""
+    return tag + encode_varint(len(encoded)) + encoded if encoded else b""
 
 
 _ONE_BYTE = tuple(bytes((value,)) for value in range(128))
 
 
-def _varint(value: int) -> bytes:
+def encode_varint(value: int) -> bytes:
     if value < 128:
         return _ONE_BYTE[value]
     encoded = bytearray()

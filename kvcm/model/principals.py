@@ -61,13 +61,14 @@ class Verb(Enum):
     REMOVE = "remove"
     PIN = "pin"
     REPORT = "report"
+    SCORE = "score"
 
 
-ENGINE_VERBS: Final = (Verb.MATCH, Verb.WRITE, Verb.REMOVE, Verb.PIN, Verb.REPORT)
+ENGINE_VERBS: Final = (Verb.MATCH, Verb.WRITE, Verb.REMOVE, Verb.PIN, Verb.REPORT, Verb.SCORE)
 """What engines can be allowed, in the order of the wire's numbers from 1."""
 _VIEWER: Final = frozenset({Verb.VIEW})
 # What an operator removes can be computed again; what it wrote, everybody would read.
-_OPERATOR: Final = frozenset({Verb.VIEW, Verb.OPERATE, Verb.MATCH, Verb.REMOVE, Verb.PIN, Verb.REPORT})
+_OPERATOR: Final = frozenset({Verb.VIEW, Verb.OPERATE, Verb.MATCH, Verb.REMOVE, Verb.PIN, Verb.REPORT, Verb.SCORE})
 _VERBS: Final[Mapping[Role, frozenset[Verb]]] = {
     Role.ROLE_VIEWER: _VIEWER,
     Role.ROLE_OPERATOR: _OPERATOR,
@@ -250,6 +251,8 @@ class ApiKey:
         account: that logged in, "" for none.
         is_reporter: whether an engine may report corrupt bytes; None in keys of releases before there was that verb,
             where it goes with the permission to write.
+        is_scorer: whether an engine or a router may ask for scores; None in keys of releases before there was that
+            verb, where it goes with the permission to look blocks up.
     """
 
     id: str
@@ -263,12 +266,14 @@ class ApiKey:
     certificate_name: str = ""
     account: str = ""
     is_reporter: bool | None = None
+    is_scorer: bool | None = None
 
     @property
     def engine_verbs(self) -> tuple[Verb, ...]:
         """All that an engine may do, in the order of the wire's numbers."""
         reports = Verb.WRITE in self.verbs if self.is_reporter is None else self.is_reporter
-        return (*self.verbs, Verb.REPORT) if reports else self.verbs
+        scores = Verb.MATCH in self.verbs if self.is_scorer is None else self.is_scorer
+        return self.verbs + (Verb.REPORT,) * reports + (Verb.SCORE,) * scores
 
     def is_expired(self, now: float) -> bool:
         """Return whether it has ended."""

@@ -10,6 +10,7 @@ __all__ = [
     "MIN_POOL_BYTES",
     "PAGE_BYTES",
     "DummyStorageSpec",
+    "EventReportStorageSpec",
     "LocalStorageSpec",
     "MooncakeStorageSpec",
     "NfsStorageSpec",
@@ -37,6 +38,14 @@ class StorageType(IntEnum):
     ST_NFS = 4
     ST_VCNS_3FS = 5
     ST_DUMMY = 6
+    ST_EVENT_REPORT_L1P5 = 7
+    ST_EVENT_REPORT_L2 = 8
+    ST_TAIRMEMPOOL_SSD = 9
+
+    @property
+    def is_event_report(self) -> bool:
+        """Whether engines only report what lies there: no bytes are written to it."""
+        return self in _EVENT_REPORTS
 
     @property
     def kind(self) -> str:
@@ -66,7 +75,11 @@ _KINDS = {
     StorageType.ST_NFS: "file",
     StorageType.ST_VCNS_3FS: "vcns_hf3fs",
     StorageType.ST_DUMMY: "dummy",
+    StorageType.ST_EVENT_REPORT_L1P5: "event_report_l1p5",
+    StorageType.ST_EVENT_REPORT_L2: "event_report_l2",
+    StorageType.ST_TAIRMEMPOOL_SSD: "pace_ssd",
 }
+_EVENT_REPORTS = frozenset({StorageType.ST_EVENT_REPORT_L1P5, StorageType.ST_EVENT_REPORT_L2})
 _TYPES = {kind: storage_type for storage_type, kind in _KINDS.items()}
 
 
@@ -133,6 +146,8 @@ class TairMemPoolStorageSpec:
     enable_vipserver: bool = False
     node_id: str = ""
     capacity_bytes: int = 0
+    service_discovery_url: str = ""
+    media_type: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +171,25 @@ class DummyStorageSpec:
     key_count_per_file: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class EventReportStorageSpec:
+    """What engines report of blocks in their hosts' memory. Two types have such a spec (`StorageConfig.report_type`).
+
+    Attributes:
+        heartbeat_timeout_ms: a reporter without a heartbeat for so long is unavailable.
+        cleanup_grace_ms: after so long more it is unregistered.
+        liveness_check_interval_ms: between two looks at the heartbeats.
+        snapshot_min_interval_ms: least time between two snapshots of a reporter.
+        snapshot_delta_drain_timeout_ms: most time that a snapshot and changes wait for each other.
+    """
+
+    heartbeat_timeout_ms: int = 30_000
+    cleanup_grace_ms: int = 300_000
+    liveness_check_interval_ms: int = 5_000
+    snapshot_min_interval_ms: int = 30_000
+    snapshot_delta_drain_timeout_ms: int = 10_000
+
+
 StorageSpec = (
     LocalStorageSpec
     | ThreeFSStorageSpec
@@ -164,6 +198,7 @@ StorageSpec = (
     | TairMemPoolStorageSpec
     | NfsStorageSpec
     | DummyStorageSpec
+    | EventReportStorageSpec
 )
 PathStorageSpec = NfsStorageSpec | ThreeFSStorageSpec | VcnsThreeFSStorageSpec
 """Storages whose objects are files: managers and engines find them below `root`, at the same path."""
@@ -175,6 +210,7 @@ _TYPE_OF_SPEC: dict[type[object], StorageType] = {
     TairMemPoolStorageSpec: StorageType.ST_TAIRMEMPOOL,
     NfsStorageSpec: StorageType.ST_NFS,
     DummyStorageSpec: StorageType.ST_DUMMY,
+    EventReportStorageSpec: StorageType.ST_UNSPECIFIED,  # the config says which of the two
 }
 
 
@@ -184,7 +220,7 @@ class StorageConfig:
 
     Attributes:
         global_unique_name: unique over the deployment; the host of every uri on it.
-        spec: what its type needs; decides the type.
+        spec: what its type needs; decides the type, together with `report_type`.
         check_storage_available_when_open: for 3FS: check mount and root when opening.
         is_available: false while the operator has it disabled.
         capacity_bytes: bytes that all groups together may use on it, 0 for no limit.
@@ -192,6 +228,7 @@ class StorageConfig:
         draining_since: unix seconds since when it is being emptied, 0 while it is not.
         removed_at: unix seconds when it was removed, 0 while it is there: only what lies on it is still to be
             forgotten, and only the registry sees it.
+        report_type: type of an event report storage, unspecified for any other.
     """
 
     global_unique_name: str
@@ -202,6 +239,12 @@ class StorageConfig:
     used_percentage: float = 0.0
     draining_since: float = 0.0
     removed_at: float = 0.0
+    report_type: StorageType = StorageType.ST_UNSPECIFIED
+
+    @property
+    def is_event_report(self) -> bool:
+        """Whether no bytes are written to it: it is never opened, probed, drained or evicted from."""
+        return isinstance(self.spec, EventReportStorageSpec)
 
     @property
     def is_draining(self) -> bool:
@@ -215,8 +258,8 @@ class StorageConfig:
 
     @property
     def storage_type(self) -> StorageType:
-        """Type of the storage, as its spec says."""
-        return _TYPE_OF_SPEC[type(self.spec)]
+        """Type of the storage."""
+        return self.report_type or _TYPE_OF_SPEC[type(self.spec)]
 
     @property
     def limit_bytes(self) -> int:

@@ -1,3 +1,4 @@
+from google.protobuf import wrappers_pb2 as _wrappers_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -34,6 +35,17 @@ class StorageType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ST_NFS: _ClassVar[StorageType]
     ST_VCNS_3FS: _ClassVar[StorageType]
     ST_DUMMY: _ClassVar[StorageType]
+    ST_EVENT_REPORT_L1P5: _ClassVar[StorageType]
+    ST_EVENT_REPORT_L2: _ClassVar[StorageType]
+    ST_TAIRMEMPOOL_SSD: _ClassVar[StorageType]
+
+class QueryType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    QT_UNSPECIFIED: _ClassVar[QueryType]
+    QT_BATCH_GET: _ClassVar[QueryType]
+    QT_PREFIX_MATCH: _ClassVar[QueryType]
+    QT_REVERSE_ROLL_SW_MATCH: _ClassVar[QueryType]
+    QT_PREFIX_MATCH_WITH_MAMBA: _ClassVar[QueryType]
 
 class ReclaimPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -94,6 +106,14 @@ ST_TAIRMEMPOOL: StorageType
 ST_NFS: StorageType
 ST_VCNS_3FS: StorageType
 ST_DUMMY: StorageType
+ST_EVENT_REPORT_L1P5: StorageType
+ST_EVENT_REPORT_L2: StorageType
+ST_TAIRMEMPOOL_SSD: StorageType
+QT_UNSPECIFIED: QueryType
+QT_BATCH_GET: QueryType
+QT_PREFIX_MATCH: QueryType
+QT_REVERSE_ROLL_SW_MATCH: QueryType
+QT_PREFIX_MATCH_WITH_MAMBA: QueryType
 POLICY_UNSPECIFIED: ReclaimPolicy
 POLICY_LRU: ReclaimPolicy
 POLICY_LFU: ReclaimPolicy
@@ -193,18 +213,22 @@ class MooncakeStorageSpec(_message.Message):
     def __init__(self, local_hostname: _Optional[str] = ..., metadata_connstring: _Optional[str] = ..., protocol: _Optional[str] = ..., rdma_device: _Optional[str] = ..., master_service_entry: _Optional[str] = ...) -> None: ...
 
 class TairMemPoolStorageSpec(_message.Message):
-    __slots__ = ("domain", "timeout", "enable_vipserver", "node_id", "capacity_bytes")
+    __slots__ = ("domain", "timeout", "enable_vipserver", "service_discovery_url", "media_type", "node_id", "capacity_bytes")
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ENABLE_VIPSERVER_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_DISCOVERY_URL_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     domain: str
     timeout: int
     enable_vipserver: bool
+    service_discovery_url: str
+    media_type: int
     node_id: str
     capacity_bytes: int
-    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., service_discovery_url: _Optional[str] = ..., media_type: _Optional[int] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NfsStorageSpec(_message.Message):
     __slots__ = ("root_path", "key_count_per_file")
@@ -222,8 +246,22 @@ class DummyStorageSpec(_message.Message):
     key_count_per_file: int
     def __init__(self, root_path: _Optional[str] = ..., key_count_per_file: _Optional[int] = ...) -> None: ...
 
+class EventReportStorageSpec(_message.Message):
+    __slots__ = ("heartbeat_timeout_ms", "cleanup_grace_ms", "liveness_check_interval_ms", "snapshot_min_interval_ms", "snapshot_delta_drain_timeout_ms")
+    HEARTBEAT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    CLEANUP_GRACE_MS_FIELD_NUMBER: _ClassVar[int]
+    LIVENESS_CHECK_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_DELTA_DRAIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_timeout_ms: int
+    cleanup_grace_ms: int
+    liveness_check_interval_ms: int
+    snapshot_min_interval_ms: int
+    snapshot_delta_drain_timeout_ms: int
+    def __init__(self, heartbeat_timeout_ms: _Optional[int] = ..., cleanup_grace_ms: _Optional[int] = ..., liveness_check_interval_ms: _Optional[int] = ..., snapshot_min_interval_ms: _Optional[int] = ..., snapshot_delta_drain_timeout_ms: _Optional[int] = ...) -> None: ...
+
 class StorageConfig(_message.Message):
-    __slots__ = ("global_unique_name", "local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy", "check_storage_available_when_open", "capacity_bytes", "used_percentage")
+    __slots__ = ("global_unique_name", "local", "threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy", "event_report", "check_storage_available_when_open", "storage_type", "capacity_bytes", "used_percentage")
     GLOBAL_UNIQUE_NAME_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     THREEFS_FIELD_NUMBER: _ClassVar[int]
@@ -232,7 +270,9 @@ class StorageConfig(_message.Message):
     NFS_FIELD_NUMBER: _ClassVar[int]
     VCNSTHREEFS_FIELD_NUMBER: _ClassVar[int]
     DUMMY_FIELD_NUMBER: _ClassVar[int]
+    EVENT_REPORT_FIELD_NUMBER: _ClassVar[int]
     CHECK_STORAGE_AVAILABLE_WHEN_OPEN_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_TYPE_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_PERCENTAGE_FIELD_NUMBER: _ClassVar[int]
     global_unique_name: str
@@ -243,10 +283,12 @@ class StorageConfig(_message.Message):
     nfs: NfsStorageSpec
     vcnsthreefs: VcnsThreeFSStorageSpec
     dummy: DummyStorageSpec
+    event_report: EventReportStorageSpec
     check_storage_available_when_open: bool
+    storage_type: StorageType
     capacity_bytes: int
     used_percentage: float
-    def __init__(self, global_unique_name: _Optional[str] = ..., local: _Optional[_Union[LocalStorageSpec, _Mapping]] = ..., threefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeStorageSpec, _Mapping]] = ..., tair_mem_pool: _Optional[_Union[TairMemPoolStorageSpec, _Mapping]] = ..., nfs: _Optional[_Union[NfsStorageSpec, _Mapping]] = ..., vcnsthreefs: _Optional[_Union[VcnsThreeFSStorageSpec, _Mapping]] = ..., dummy: _Optional[_Union[DummyStorageSpec, _Mapping]] = ..., check_storage_available_when_open: _Optional[bool] = ..., capacity_bytes: _Optional[int] = ..., used_percentage: _Optional[float] = ...) -> None: ...
+    def __init__(self, global_unique_name: _Optional[str] = ..., local: _Optional[_Union[LocalStorageSpec, _Mapping]] = ..., threefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeStorageSpec, _Mapping]] = ..., tair_mem_pool: _Optional[_Union[TairMemPoolStorageSpec, _Mapping]] = ..., nfs: _Optional[_Union[NfsStorageSpec, _Mapping]] = ..., vcnsthreefs: _Optional[_Union[VcnsThreeFSStorageSpec, _Mapping]] = ..., dummy: _Optional[_Union[DummyStorageSpec, _Mapping]] = ..., event_report: _Optional[_Union[EventReportStorageSpec, _Mapping]] = ..., check_storage_available_when_open: _Optional[bool] = ..., storage_type: _Optional[_Union[StorageType, str]] = ..., capacity_bytes: _Optional[int] = ..., used_percentage: _Optional[float] = ...) -> None: ...
 
 class AddStorageRequest(_message.Message):
     __slots__ = ("trace_id", "storage")
@@ -445,18 +487,20 @@ class MetaCachePolicyConfig(_message.Message):
     def __init__(self, capacity: _Optional[int] = ..., type: _Optional[str] = ..., cache_shard_bits: _Optional[int] = ..., high_pri_pool_ratio: _Optional[float] = ...) -> None: ...
 
 class MetaIndexerConfig(_message.Message):
-    __slots__ = ("max_key_count", "mutex_shard_num", "batch_key_size", "meta_storage_backend_config", "meta_cache_policy_config")
+    __slots__ = ("max_key_count", "mutex_shard_num", "batch_key_size", "meta_storage_backend_config", "meta_cache_policy_config", "persist_metadata_interval_time_ms")
     MAX_KEY_COUNT_FIELD_NUMBER: _ClassVar[int]
     MUTEX_SHARD_NUM_FIELD_NUMBER: _ClassVar[int]
     BATCH_KEY_SIZE_FIELD_NUMBER: _ClassVar[int]
     META_STORAGE_BACKEND_CONFIG_FIELD_NUMBER: _ClassVar[int]
     META_CACHE_POLICY_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    PERSIST_METADATA_INTERVAL_TIME_MS_FIELD_NUMBER: _ClassVar[int]
     max_key_count: int
     mutex_shard_num: int
     batch_key_size: int
     meta_storage_backend_config: MetaStorageBackendConfig
     meta_cache_policy_config: MetaCachePolicyConfig
-    def __init__(self, max_key_count: _Optional[int] = ..., mutex_shard_num: _Optional[int] = ..., batch_key_size: _Optional[int] = ..., meta_storage_backend_config: _Optional[_Union[MetaStorageBackendConfig, _Mapping]] = ..., meta_cache_policy_config: _Optional[_Union[MetaCachePolicyConfig, _Mapping]] = ...) -> None: ...
+    persist_metadata_interval_time_ms: _wrappers_pb2.Int64Value
+    def __init__(self, max_key_count: _Optional[int] = ..., mutex_shard_num: _Optional[int] = ..., batch_key_size: _Optional[int] = ..., meta_storage_backend_config: _Optional[_Union[MetaStorageBackendConfig, _Mapping]] = ..., meta_cache_policy_config: _Optional[_Union[MetaCachePolicyConfig, _Mapping]] = ..., persist_metadata_interval_time_ms: _Optional[_Union[_wrappers_pb2.Int64Value, _Mapping]] = ...) -> None: ...
 
 class SystemStorageConfig(_message.Message):
     __slots__ = ("server_addr", "auth_token", "type")
@@ -479,7 +523,7 @@ class CacheConfig(_message.Message):
     def __init__(self, reclaim_strategy: _Optional[_Union[CacheReclaimStrategy, _Mapping]] = ..., data_storage_strategy: _Optional[_Union[CachePreferStrategy, str]] = ..., meta_indexer_config: _Optional[_Union[MetaIndexerConfig, _Mapping]] = ...) -> None: ...
 
 class InstanceGroup(_message.Message):
-    __slots__ = ("name", "storage_candidates", "global_quota_group_name", "max_instance_count", "quota", "cache_config", "user_data", "version", "storage_guarantees", "pin_budget_bytes")
+    __slots__ = ("name", "storage_candidates", "global_quota_group_name", "max_instance_count", "quota", "cache_config", "user_data", "version", "extra_info", "event_report_storage_candidates", "revisit_interval_buckets", "storage_guarantees", "pin_budget_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     STORAGE_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
     GLOBAL_QUOTA_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +532,9 @@ class InstanceGroup(_message.Message):
     CACHE_CONFIG_FIELD_NUMBER: _ClassVar[int]
     USER_DATA_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_INFO_FIELD_NUMBER: _ClassVar[int]
+    EVENT_REPORT_STORAGE_CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    REVISIT_INTERVAL_BUCKETS_FIELD_NUMBER: _ClassVar[int]
     STORAGE_GUARANTEES_FIELD_NUMBER: _ClassVar[int]
     PIN_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -498,9 +545,12 @@ class InstanceGroup(_message.Message):
     cache_config: CacheConfig
     user_data: str
     version: int
+    extra_info: str
+    event_report_storage_candidates: _containers.RepeatedScalarFieldContainer[str]
+    revisit_interval_buckets: str
     storage_guarantees: _containers.RepeatedCompositeFieldContainer[StorageGuarantee]
     pin_budget_bytes: int
-    def __init__(self, name: _Optional[str] = ..., storage_candidates: _Optional[_Iterable[str]] = ..., global_quota_group_name: _Optional[str] = ..., max_instance_count: _Optional[int] = ..., quota: _Optional[_Union[InstanceGroupQuota, _Mapping]] = ..., cache_config: _Optional[_Union[CacheConfig, _Mapping]] = ..., user_data: _Optional[str] = ..., version: _Optional[int] = ..., storage_guarantees: _Optional[_Iterable[_Union[StorageGuarantee, _Mapping]]] = ..., pin_budget_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., storage_candidates: _Optional[_Iterable[str]] = ..., global_quota_group_name: _Optional[str] = ..., max_instance_count: _Optional[int] = ..., quota: _Optional[_Union[InstanceGroupQuota, _Mapping]] = ..., cache_config: _Optional[_Union[CacheConfig, _Mapping]] = ..., user_data: _Optional[str] = ..., version: _Optional[int] = ..., extra_info: _Optional[str] = ..., event_report_storage_candidates: _Optional[_Iterable[str]] = ..., revisit_interval_buckets: _Optional[str] = ..., storage_guarantees: _Optional[_Iterable[_Union[StorageGuarantee, _Mapping]]] = ..., pin_budget_bytes: _Optional[int] = ...) -> None: ...
 
 class StorageGuarantee(_message.Message):
     __slots__ = ("storage_unique_name", "guaranteed_bytes")
@@ -551,6 +601,20 @@ class GetInstanceGroupResponse(_message.Message):
     header: CommonResponseHeader
     instance_group: InstanceGroup
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., instance_group: _Optional[_Union[InstanceGroup, _Mapping]] = ...) -> None: ...
+
+class ListInstanceGroupRequest(_message.Message):
+    __slots__ = ("trace_id",)
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    def __init__(self, trace_id: _Optional[str] = ...) -> None: ...
+
+class ListInstanceGroupResponse(_message.Message):
+    __slots__ = ("header", "instance_group")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    header: CommonResponseHeader
+    instance_group: _containers.RepeatedCompositeFieldContainer[InstanceGroup]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., instance_group: _Optional[_Iterable[_Union[InstanceGroup, _Mapping]]] = ...) -> None: ...
 
 class BoolMasksType(_message.Message):
     __slots__ = ("values",)
@@ -647,7 +711,7 @@ class LocationSpecGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelDeployment(_message.Message):
-    __slots__ = ("model_name", "dtype", "use_mla", "tp_size", "dp_size", "lora_name", "pp_size", "extra", "user_data")
+    __slots__ = ("model_name", "dtype", "use_mla", "tp_size", "dp_size", "lora_name", "pp_size", "extra", "user_data", "use_eagle_pop")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     USE_MLA_FIELD_NUMBER: _ClassVar[int]
@@ -657,6 +721,7 @@ class ModelDeployment(_message.Message):
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     USER_DATA_FIELD_NUMBER: _ClassVar[int]
+    USE_EAGLE_POP_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: str
     use_mla: bool
@@ -666,10 +731,11 @@ class ModelDeployment(_message.Message):
     pp_size: int
     extra: str
     user_data: str
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[str] = ..., use_mla: _Optional[bool] = ..., tp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., lora_name: _Optional[str] = ..., pp_size: _Optional[int] = ..., extra: _Optional[str] = ..., user_data: _Optional[str] = ...) -> None: ...
+    use_eagle_pop: bool
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[str] = ..., use_mla: _Optional[bool] = ..., tp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., lora_name: _Optional[str] = ..., pp_size: _Optional[int] = ..., extra: _Optional[str] = ..., user_data: _Optional[str] = ..., use_eagle_pop: _Optional[bool] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("quota_group_name", "instance_group_name", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+    __slots__ = ("quota_group_name", "instance_group_name", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups", "default_query_type")
     QUOTA_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -677,6 +743,7 @@ class InstanceInfo(_message.Message):
     LOCATION_SPEC_INFOS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPEC_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
     quota_group_name: str
     instance_group_name: str
     instance_id: str
@@ -684,10 +751,11 @@ class InstanceInfo(_message.Message):
     location_spec_infos: _containers.RepeatedCompositeFieldContainer[LocationSpecInfo]
     model_deployment: ModelDeployment
     location_spec_groups: _containers.RepeatedCompositeFieldContainer[LocationSpecGroup]
-    def __init__(self, quota_group_name: _Optional[str] = ..., instance_group_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ...) -> None: ...
+    default_query_type: QueryType
+    def __init__(self, quota_group_name: _Optional[str] = ..., instance_group_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ..., default_query_type: _Optional[_Union[QueryType, str]] = ...) -> None: ...
 
 class RegisterInstanceRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_group", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+    __slots__ = ("trace_id", "instance_group", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups", "default_query_type")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -695,6 +763,7 @@ class RegisterInstanceRequest(_message.Message):
     LOCATION_SPEC_INFOS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPEC_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_group: str
     instance_id: str
@@ -702,7 +771,8 @@ class RegisterInstanceRequest(_message.Message):
     location_spec_infos: _containers.RepeatedCompositeFieldContainer[LocationSpecInfo]
     model_deployment: ModelDeployment
     location_spec_groups: _containers.RepeatedCompositeFieldContainer[LocationSpecGroup]
-    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ...) -> None: ...
+    default_query_type: QueryType
+    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ..., default_query_type: _Optional[_Union[QueryType, str]] = ...) -> None: ...
 
 class RemoveInstanceRequest(_message.Message):
     __slots__ = ("trace_id", "instance_group", "instance_id")

@@ -85,6 +85,11 @@ class AdminServiceStub:
                 request_serializer=admin__service__pb2.GetInstanceGroupRequest.SerializeToString,
                 response_deserializer=admin__service__pb2.GetInstanceGroupResponse.FromString,
                 _registered_method=True)
+        self.ListInstanceGroup = channel.unary_unary(
+                '/kv_cache_manager.proto.admin.AdminService/ListInstanceGroup',
+                request_serializer=admin__service__pb2.ListInstanceGroupRequest.SerializeToString,
+                response_deserializer=admin__service__pb2.ListInstanceGroupResponse.FromString,
+                _registered_method=True)
         self.GetCacheMeta = channel.unary_unary(
                 '/kv_cache_manager.proto.admin.AdminService/GetCacheMeta',
                 request_serializer=admin__service__pb2.GetCacheMetaRequest.SerializeToString,
@@ -246,6 +251,13 @@ class AdminServiceServicer:
 
     def GetInstanceGroup(self, request, context):
         """Returns one group.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListInstanceGroup(self, request, context):
+        """Lists all instance groups, ordered by name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -429,6 +441,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetInstanceGroup,
                     request_deserializer=admin__service__pb2.GetInstanceGroupRequest.FromString,
                     response_serializer=admin__service__pb2.GetInstanceGroupResponse.SerializeToString,
+            ),
+            'ListInstanceGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListInstanceGroup,
+                    request_deserializer=admin__service__pb2.ListInstanceGroupRequest.FromString,
+                    response_serializer=admin__service__pb2.ListInstanceGroupResponse.SerializeToString,
             ),
             'GetCacheMeta': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCacheMeta,
@@ -792,6 +809,33 @@ class AdminService:
             '/kv_cache_manager.proto.admin.AdminService/GetInstanceGroup',
             admin__service__pb2.GetInstanceGroupRequest.SerializeToString,
             admin__service__pb2.GetInstanceGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListInstanceGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv_cache_manager.proto.admin.AdminService/ListInstanceGroup',
+            admin__service__pb2.ListInstanceGroupRequest.SerializeToString,
+            admin__service__pb2.ListInstanceGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,6 +19,10 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REACH_MAX_ENTITY_CAPACITY: _ClassVar[ErrorCode]
     INSTANCE_NOT_EXIST: _ClassVar[ErrorCode]
     SERVER_NOT_LEADER: _ClassVar[ErrorCode]
+    NODE_NOT_REGISTERED: _ClassVar[ErrorCode]
+    SNAPSHOT_IN_PROGRESS: _ClassVar[ErrorCode]
+    SNAPSHOT_RATE_LIMITED: _ClassVar[ErrorCode]
+    SNAPSHOT_REQUIRED: _ClassVar[ErrorCode]
     IO_ERROR: _ClassVar[ErrorCode]
     UNKNOWN_ERROR: _ClassVar[ErrorCode]
     ERROR_MAX: _ClassVar[ErrorCode]
@@ -32,6 +36,9 @@ class StorageType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ST_NFS: _ClassVar[StorageType]
     ST_VCNS_3FS: _ClassVar[StorageType]
     ST_DUMMY: _ClassVar[StorageType]
+    ST_EVENT_REPORT_L1P5: _ClassVar[StorageType]
+    ST_EVENT_REPORT_L2: _ClassVar[StorageType]
+    ST_TAIRMEMPOOL_SSD: _ClassVar[StorageType]
 
 class QueryType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -48,6 +55,23 @@ class TrimStrategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TS_REMOVE_ALL_META: _ClassVar[TrimStrategy]
     TS_TIMESTAMP: _ClassVar[TrimStrategy]
 
+class ReportEventType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVENT_UNSPECIFIED: _ClassVar[ReportEventType]
+    EVENT_NODE_REGISTER: _ClassVar[ReportEventType]
+    EVENT_BLOCK_ADD: _ClassVar[ReportEventType]
+    EVENT_BLOCK_DELETE: _ClassVar[ReportEventType]
+    EVENT_HOST_DOWN: _ClassVar[ReportEventType]
+    EVENT_HEARTBEAT: _ClassVar[ReportEventType]
+    EVENT_BLOCK_SNAPSHOT: _ClassVar[ReportEventType]
+
+class LocationSelectStrategy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LSS_UNSPECIFIED: _ClassVar[LocationSelectStrategy]
+    LSS_V6D_PREFIX: _ClassVar[LocationSelectStrategy]
+    LSS_V6D_COVERAGE: _ClassVar[LocationSelectStrategy]
+    LSS_WEIGHTED_RANDOM: _ClassVar[LocationSelectStrategy]
+
 class LocationSpecKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LSK_UNSPECIFIED: _ClassVar[LocationSpecKind]
@@ -63,6 +87,10 @@ DUPLICATE_ENTITY: ErrorCode
 REACH_MAX_ENTITY_CAPACITY: ErrorCode
 INSTANCE_NOT_EXIST: ErrorCode
 SERVER_NOT_LEADER: ErrorCode
+NODE_NOT_REGISTERED: ErrorCode
+SNAPSHOT_IN_PROGRESS: ErrorCode
+SNAPSHOT_RATE_LIMITED: ErrorCode
+SNAPSHOT_REQUIRED: ErrorCode
 IO_ERROR: ErrorCode
 UNKNOWN_ERROR: ErrorCode
 ERROR_MAX: ErrorCode
@@ -73,6 +101,9 @@ ST_TAIRMEMPOOL: StorageType
 ST_NFS: StorageType
 ST_VCNS_3FS: StorageType
 ST_DUMMY: StorageType
+ST_EVENT_REPORT_L1P5: StorageType
+ST_EVENT_REPORT_L2: StorageType
+ST_TAIRMEMPOOL_SSD: StorageType
 QT_UNSPECIFIED: QueryType
 QT_BATCH_GET: QueryType
 QT_PREFIX_MATCH: QueryType
@@ -82,6 +113,17 @@ TS_UNSPECIFIED: TrimStrategy
 TS_REMOVE_ALL_CACHE: TrimStrategy
 TS_REMOVE_ALL_META: TrimStrategy
 TS_TIMESTAMP: TrimStrategy
+EVENT_UNSPECIFIED: ReportEventType
+EVENT_NODE_REGISTER: ReportEventType
+EVENT_BLOCK_ADD: ReportEventType
+EVENT_BLOCK_DELETE: ReportEventType
+EVENT_HOST_DOWN: ReportEventType
+EVENT_HEARTBEAT: ReportEventType
+EVENT_BLOCK_SNAPSHOT: ReportEventType
+LSS_UNSPECIFIED: LocationSelectStrategy
+LSS_V6D_PREFIX: LocationSelectStrategy
+LSS_V6D_COVERAGE: LocationSelectStrategy
+LSS_WEIGHTED_RANDOM: LocationSelectStrategy
 LSK_UNSPECIFIED: LocationSpecKind
 LSK_FULL_ATTENTION: LocationSpecKind
 LSK_LINEAR_ATTENTION: LocationSpecKind
@@ -143,7 +185,7 @@ class LocationSpecInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ..., kind: _Optional[_Union[LocationSpecKind, str]] = ...) -> None: ...
 
 class ModelDeployment(_message.Message):
-    __slots__ = ("model_name", "dtype", "use_mla", "tp_size", "dp_size", "lora_name", "pp_size", "extra", "user_data")
+    __slots__ = ("model_name", "dtype", "use_mla", "tp_size", "dp_size", "lora_name", "pp_size", "extra", "user_data", "use_eagle_pop")
     MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     USE_MLA_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +195,7 @@ class ModelDeployment(_message.Message):
     PP_SIZE_FIELD_NUMBER: _ClassVar[int]
     EXTRA_FIELD_NUMBER: _ClassVar[int]
     USER_DATA_FIELD_NUMBER: _ClassVar[int]
+    USE_EAGLE_POP_FIELD_NUMBER: _ClassVar[int]
     model_name: str
     dtype: str
     use_mla: bool
@@ -162,7 +205,8 @@ class ModelDeployment(_message.Message):
     pp_size: int
     extra: str
     user_data: str
-    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[str] = ..., use_mla: _Optional[bool] = ..., tp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., lora_name: _Optional[str] = ..., pp_size: _Optional[int] = ..., extra: _Optional[str] = ..., user_data: _Optional[str] = ...) -> None: ...
+    use_eagle_pop: bool
+    def __init__(self, model_name: _Optional[str] = ..., dtype: _Optional[str] = ..., use_mla: _Optional[bool] = ..., tp_size: _Optional[int] = ..., dp_size: _Optional[int] = ..., lora_name: _Optional[str] = ..., pp_size: _Optional[int] = ..., extra: _Optional[str] = ..., user_data: _Optional[str] = ..., use_eagle_pop: _Optional[bool] = ...) -> None: ...
 
 class LocationSpecGroup(_message.Message):
     __slots__ = ("name", "spec_names")
@@ -173,7 +217,7 @@ class LocationSpecGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., spec_names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class InstanceInfo(_message.Message):
-    __slots__ = ("quota_group_name", "instance_group_name", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+    __slots__ = ("quota_group_name", "instance_group_name", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups", "default_query_type")
     QUOTA_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_GROUP_NAME_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +225,7 @@ class InstanceInfo(_message.Message):
     LOCATION_SPEC_INFOS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPEC_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
     quota_group_name: str
     instance_group_name: str
     instance_id: str
@@ -188,7 +233,8 @@ class InstanceInfo(_message.Message):
     location_spec_infos: _containers.RepeatedCompositeFieldContainer[LocationSpecInfo]
     model_deployment: ModelDeployment
     location_spec_groups: _containers.RepeatedCompositeFieldContainer[LocationSpecGroup]
-    def __init__(self, quota_group_name: _Optional[str] = ..., instance_group_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ...) -> None: ...
+    default_query_type: QueryType
+    def __init__(self, quota_group_name: _Optional[str] = ..., instance_group_name: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ..., default_query_type: _Optional[_Union[QueryType, str]] = ...) -> None: ...
 
 class LocalStorageSpec(_message.Message):
     __slots__ = ()
@@ -243,18 +289,22 @@ class MooncakeStorageSpec(_message.Message):
     def __init__(self, local_hostname: _Optional[str] = ..., metadata_connstring: _Optional[str] = ..., protocol: _Optional[str] = ..., rdma_device: _Optional[str] = ..., master_service_entry: _Optional[str] = ...) -> None: ...
 
 class TairMemPoolStorageSpec(_message.Message):
-    __slots__ = ("domain", "timeout", "enable_vipserver", "node_id", "capacity_bytes")
+    __slots__ = ("domain", "timeout", "enable_vipserver", "service_discovery_url", "media_type", "node_id", "capacity_bytes")
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_FIELD_NUMBER: _ClassVar[int]
     ENABLE_VIPSERVER_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_DISCOVERY_URL_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     domain: str
     timeout: int
     enable_vipserver: bool
+    service_discovery_url: str
+    media_type: int
     node_id: str
     capacity_bytes: int
-    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, domain: _Optional[str] = ..., timeout: _Optional[int] = ..., enable_vipserver: _Optional[bool] = ..., service_discovery_url: _Optional[str] = ..., media_type: _Optional[int] = ..., node_id: _Optional[str] = ..., capacity_bytes: _Optional[int] = ...) -> None: ...
 
 class NfsStorageSpec(_message.Message):
     __slots__ = ("root_path", "key_count_per_file")
@@ -295,7 +345,7 @@ class StorageConfig(_message.Message):
     def __init__(self, global_unique_name: _Optional[str] = ..., local: _Optional[_Union[LocalStorageSpec, _Mapping]] = ..., threefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., mooncake: _Optional[_Union[MooncakeStorageSpec, _Mapping]] = ..., tair_mem_pool: _Optional[_Union[TairMemPoolStorageSpec, _Mapping]] = ..., nfs: _Optional[_Union[NfsStorageSpec, _Mapping]] = ..., vcnsthreefs: _Optional[_Union[ThreeFSStorageSpec, _Mapping]] = ..., dummy: _Optional[_Union[DummyStorageSpec, _Mapping]] = ..., check_storage_available_when_open: _Optional[bool] = ...) -> None: ...
 
 class RegisterInstanceRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_group", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+    __slots__ = ("trace_id", "instance_group", "instance_id", "block_size", "location_spec_infos", "model_deployment", "location_spec_groups", "default_query_type")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +353,7 @@ class RegisterInstanceRequest(_message.Message):
     LOCATION_SPEC_INFOS_FIELD_NUMBER: _ClassVar[int]
     MODEL_DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPEC_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_group: str
     instance_id: str
@@ -310,17 +361,20 @@ class RegisterInstanceRequest(_message.Message):
     location_spec_infos: _containers.RepeatedCompositeFieldContainer[LocationSpecInfo]
     model_deployment: ModelDeployment
     location_spec_groups: _containers.RepeatedCompositeFieldContainer[LocationSpecGroup]
-    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ...) -> None: ...
+    default_query_type: QueryType
+    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_size: _Optional[int] = ..., location_spec_infos: _Optional[_Iterable[_Union[LocationSpecInfo, _Mapping]]] = ..., model_deployment: _Optional[_Union[ModelDeployment, _Mapping]] = ..., location_spec_groups: _Optional[_Iterable[_Union[LocationSpecGroup, _Mapping]]] = ..., default_query_type: _Optional[_Union[QueryType, str]] = ...) -> None: ...
 
 class RegisterInstanceResponse(_message.Message):
-    __slots__ = ("header", "storage_configs", "preferred_managers")
+    __slots__ = ("header", "storage_configs", "extra_info", "preferred_managers")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     STORAGE_CONFIGS_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_INFO_FIELD_NUMBER: _ClassVar[int]
     PREFERRED_MANAGERS_FIELD_NUMBER: _ClassVar[int]
     header: CommonResponseHeader
     storage_configs: str
+    extra_info: str
     preferred_managers: _containers.RepeatedCompositeFieldContainer[MetaNodeEndpoint]
-    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage_configs: _Optional[str] = ..., preferred_managers: _Optional[_Iterable[_Union[MetaNodeEndpoint, _Mapping]]] = ...) -> None: ...
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., storage_configs: _Optional[str] = ..., extra_info: _Optional[str] = ..., preferred_managers: _Optional[_Iterable[_Union[MetaNodeEndpoint, _Mapping]]] = ...) -> None: ...
 
 class GetInstanceInfoRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id")
@@ -571,3 +625,205 @@ class GetClusterInfoResponse(_message.Message):
     leader_endpoint: MetaNodeEndpoint
     preferred_managers: _containers.RepeatedCompositeFieldContainer[MetaNodeEndpoint]
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., self_node_id: _Optional[str] = ..., leader_node_id: _Optional[str] = ..., leader_endpoint: _Optional[_Union[MetaNodeEndpoint, _Mapping]] = ..., preferred_managers: _Optional[_Iterable[_Union[MetaNodeEndpoint, _Mapping]]] = ...) -> None: ...
+
+class ReportEventRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_id", "host_ip_port", "events", "storage_type")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_IP_PORT_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_id: str
+    host_ip_port: str
+    events: _containers.RepeatedCompositeFieldContainer[EventItem]
+    storage_type: StorageType
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., host_ip_port: _Optional[str] = ..., events: _Optional[_Iterable[_Union[EventItem, _Mapping]]] = ..., storage_type: _Optional[_Union[StorageType, str]] = ...) -> None: ...
+
+class EventItem(_message.Message):
+    __slots__ = ("event_type", "node_register", "block_add", "block_delete", "host_down", "heartbeat", "block_snapshot")
+    EVENT_TYPE_FIELD_NUMBER: _ClassVar[int]
+    NODE_REGISTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_ADD_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_DELETE_FIELD_NUMBER: _ClassVar[int]
+    HOST_DOWN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    event_type: ReportEventType
+    node_register: NodeRegisterEventParams
+    block_add: BlockAddEventParams
+    block_delete: BlockDeleteEventParams
+    host_down: HostDownEventParams
+    heartbeat: HeartbeatEventParams
+    block_snapshot: BlockSnapshotEventParams
+    def __init__(self, event_type: _Optional[_Union[ReportEventType, str]] = ..., node_register: _Optional[_Union[NodeRegisterEventParams, _Mapping]] = ..., block_add: _Optional[_Union[BlockAddEventParams, _Mapping]] = ..., block_delete: _Optional[_Union[BlockDeleteEventParams, _Mapping]] = ..., host_down: _Optional[_Union[HostDownEventParams, _Mapping]] = ..., heartbeat: _Optional[_Union[HeartbeatEventParams, _Mapping]] = ..., block_snapshot: _Optional[_Union[BlockSnapshotEventParams, _Mapping]] = ...) -> None: ...
+
+class NodeRegisterEventParams(_message.Message):
+    __slots__ = ("mediums",)
+    MEDIUMS_FIELD_NUMBER: _ClassVar[int]
+    mediums: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, mediums: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlockAddEventParams(_message.Message):
+    __slots__ = ("block_key", "uri", "medium", "specs")
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    URI_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    block_key: str
+    uri: str
+    medium: str
+    specs: _containers.RepeatedCompositeFieldContainer[LocationSpec]
+    def __init__(self, block_key: _Optional[str] = ..., uri: _Optional[str] = ..., medium: _Optional[str] = ..., specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ...) -> None: ...
+
+class BlockDeleteEventParams(_message.Message):
+    __slots__ = ("block_key", "medium", "spec_names")
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    SPEC_NAMES_FIELD_NUMBER: _ClassVar[int]
+    block_key: str
+    medium: str
+    spec_names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, block_key: _Optional[str] = ..., medium: _Optional[str] = ..., spec_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class BlockSnapshotEventParams(_message.Message):
+    __slots__ = ("medium", "blocks")
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    medium: str
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockSnapshotItem]
+    def __init__(self, medium: _Optional[str] = ..., blocks: _Optional[_Iterable[_Union[BlockSnapshotItem, _Mapping]]] = ...) -> None: ...
+
+class BlockSnapshotItem(_message.Message):
+    __slots__ = ("block_key", "medium", "specs")
+    BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    SPECS_FIELD_NUMBER: _ClassVar[int]
+    block_key: str
+    medium: str
+    specs: _containers.RepeatedCompositeFieldContainer[LocationSpec]
+    def __init__(self, block_key: _Optional[str] = ..., medium: _Optional[str] = ..., specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ...) -> None: ...
+
+class HostDownEventParams(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HeartbeatEventParams(_message.Message):
+    __slots__ = ("system_status",)
+    class SystemStatusEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    SYSTEM_STATUS_FIELD_NUMBER: _ClassVar[int]
+    system_status: _containers.ScalarMap[str, str]
+    def __init__(self, system_status: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ReportEventResponse(_message.Message):
+    __slots__ = ("header", "item_results", "committed_snapshot_version", "retry_after_ms", "snapshot_required", "extra_info")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    ITEM_RESULTS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_SNAPSHOT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_REQUIRED_FIELD_NUMBER: _ClassVar[int]
+    EXTRA_INFO_FIELD_NUMBER: _ClassVar[int]
+    header: CommonResponseHeader
+    item_results: _containers.RepeatedScalarFieldContainer[ErrorCode]
+    committed_snapshot_version: str
+    retry_after_ms: int
+    snapshot_required: bool
+    extra_info: str
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., item_results: _Optional[_Iterable[_Union[ErrorCode, str]]] = ..., committed_snapshot_version: _Optional[str] = ..., retry_after_ms: _Optional[int] = ..., snapshot_required: _Optional[bool] = ..., extra_info: _Optional[str] = ...) -> None: ...
+
+class GetHostCacheStateRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_cache_keys", "medium", "p2p_host_count", "global_kvs_host_count", "enable_p2p", "top_k_host_count", "backend_types")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_CACHE_KEYS_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    P2P_HOST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_KVS_HOST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ENABLE_P2P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_HOST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_TYPES_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_id: str
+    query_type: QueryType
+    block_cache_keys: _containers.RepeatedScalarFieldContainer[int]
+    medium: _containers.RepeatedScalarFieldContainer[str]
+    p2p_host_count: int
+    global_kvs_host_count: int
+    enable_p2p: bool
+    top_k_host_count: int
+    backend_types: _containers.RepeatedScalarFieldContainer[StorageType]
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_cache_keys: _Optional[_Iterable[int]] = ..., medium: _Optional[_Iterable[str]] = ..., p2p_host_count: _Optional[int] = ..., global_kvs_host_count: _Optional[int] = ..., enable_p2p: _Optional[bool] = ..., top_k_host_count: _Optional[int] = ..., backend_types: _Optional[_Iterable[_Union[StorageType, str]]] = ...) -> None: ...
+
+class HostCacheMatch(_message.Message):
+    __slots__ = ("host_ip_port", "local", "p2p_1_fetch", "p2p_1_total_match", "storage_prefix_blocks")
+    HOST_IP_PORT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    P2P_1_FETCH_FIELD_NUMBER: _ClassVar[int]
+    P2P_1_TOTAL_MATCH_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    GLOBAL_FIELD_NUMBER: _ClassVar[int]
+    host_ip_port: str
+    local: int
+    p2p_1_fetch: int
+    p2p_1_total_match: int
+    storage_prefix_blocks: int
+    def __init__(self, host_ip_port: _Optional[str] = ..., local: _Optional[int] = ..., p2p_1_fetch: _Optional[int] = ..., p2p_1_total_match: _Optional[int] = ..., storage_prefix_blocks: _Optional[int] = ..., **kwargs) -> None: ...
+
+class GetHostCacheStateResponse(_message.Message):
+    __slots__ = ("header", "hosts")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    HOSTS_FIELD_NUMBER: _ClassVar[int]
+    header: CommonResponseHeader
+    hosts: _containers.RepeatedCompositeFieldContainer[HostCacheMatch]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., hosts: _Optional[_Iterable[_Union[HostCacheMatch, _Mapping]]] = ...) -> None: ...
+
+class BackendLocationSelector(_message.Message):
+    __slots__ = ("backend_type", "strategy")
+    BACKEND_TYPE_FIELD_NUMBER: _ClassVar[int]
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    backend_type: StorageType
+    strategy: LocationSelectStrategy
+    def __init__(self, backend_type: _Optional[_Union[StorageType, str]] = ..., strategy: _Optional[_Union[LocationSelectStrategy, str]] = ...) -> None: ...
+
+class GetCacheLocationsByBackendRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_id", "query_type", "block_keys", "token_ids", "block_mask", "sw_size", "location_spec_names", "backend_selectors")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TYPE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_MASK_FIELD_NUMBER: _ClassVar[int]
+    SW_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_SPEC_NAMES_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_SELECTORS_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_id: str
+    query_type: QueryType
+    block_keys: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_mask: BlockMask
+    sw_size: int
+    location_spec_names: _containers.RepeatedScalarFieldContainer[str]
+    backend_selectors: _containers.RepeatedCompositeFieldContainer[BackendLocationSelector]
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., query_type: _Optional[_Union[QueryType, str]] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_mask: _Optional[_Union[BlockMask, _Mapping]] = ..., sw_size: _Optional[int] = ..., location_spec_names: _Optional[_Iterable[str]] = ..., backend_selectors: _Optional[_Iterable[_Union[BackendLocationSelector, _Mapping]]] = ...) -> None: ...
+
+class CacheLocationVector(_message.Message):
+    __slots__ = ("locations",)
+    LOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    locations: _containers.RepeatedCompositeFieldContainer[CacheLocation]
+    def __init__(self, locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ...) -> None: ...
+
+class GetCacheLocationsByBackendResponse(_message.Message):
+    __slots__ = ("header", "key_locations")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    KEY_LOCATIONS_FIELD_NUMBER: _ClassVar[int]
+    header: CommonResponseHeader
+    key_locations: _containers.RepeatedCompositeFieldContainer[CacheLocationVector]
+    def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., key_locations: _Optional[_Iterable[_Union[CacheLocationVector, _Mapping]]] = ...) -> None: ...

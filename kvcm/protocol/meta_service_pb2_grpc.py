@@ -85,6 +85,21 @@ class MetaServiceStub:
                 request_serializer=meta__service__pb2.GetClusterInfoRequest.SerializeToString,
                 response_deserializer=meta__service__pb2.GetClusterInfoResponse.FromString,
                 _registered_method=True)
+        self.ReportEvent = channel.unary_unary(
+                '/kv_cache_manager.proto.meta.MetaService/ReportEvent',
+                request_serializer=meta__service__pb2.ReportEventRequest.SerializeToString,
+                response_deserializer=meta__service__pb2.ReportEventResponse.FromString,
+                _registered_method=True)
+        self.GetHostCacheState = channel.unary_unary(
+                '/kv_cache_manager.proto.meta.MetaService/GetHostCacheState',
+                request_serializer=meta__service__pb2.GetHostCacheStateRequest.SerializeToString,
+                response_deserializer=meta__service__pb2.GetHostCacheStateResponse.FromString,
+                _registered_method=True)
+        self.GetCacheLocationsByBackend = channel.unary_unary(
+                '/kv_cache_manager.proto.meta.MetaService/GetCacheLocationsByBackend',
+                request_serializer=meta__service__pb2.GetCacheLocationsByBackendRequest.SerializeToString,
+                response_deserializer=meta__service__pb2.GetCacheLocationsByBackendResponse.FromString,
+                _registered_method=True)
 
 
 class MetaServiceServicer:
@@ -161,6 +176,27 @@ class MetaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportEvent(self, request, context):
+        """Reports which blocks an engine's host holds in its own memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetHostCacheState(self, request, context):
+        """Counts for each host the consecutive blocks that it holds, from the first key on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetCacheLocationsByBackend(self, request, context):
+        """Finds for every key the locations that each storage kind offers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MetaServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -213,6 +249,21 @@ def add_MetaServiceServicer_to_server(servicer, server):
                     servicer.GetClusterInfo,
                     request_deserializer=meta__service__pb2.GetClusterInfoRequest.FromString,
                     response_serializer=meta__service__pb2.GetClusterInfoResponse.SerializeToString,
+            ),
+            'ReportEvent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportEvent,
+                    request_deserializer=meta__service__pb2.ReportEventRequest.FromString,
+                    response_serializer=meta__service__pb2.ReportEventResponse.SerializeToString,
+            ),
+            'GetHostCacheState': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetHostCacheState,
+                    request_deserializer=meta__service__pb2.GetHostCacheStateRequest.FromString,
+                    response_serializer=meta__service__pb2.GetHostCacheStateResponse.SerializeToString,
+            ),
+            'GetCacheLocationsByBackend': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCacheLocationsByBackend,
+                    request_deserializer=meta__service__pb2.GetCacheLocationsByBackendRequest.FromString,
+                    response_serializer=meta__service__pb2.GetCacheLocationsByBackendResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -486,6 +537,87 @@ class MetaService:
             '/kv_cache_manager.proto.meta.MetaService/GetClusterInfo',
             meta__service__pb2.GetClusterInfoRequest.SerializeToString,
             meta__service__pb2.GetClusterInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportEvent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv_cache_manager.proto.meta.MetaService/ReportEvent',
+            meta__service__pb2.ReportEventRequest.SerializeToString,
+            meta__service__pb2.ReportEventResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetHostCacheState(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv_cache_manager.proto.meta.MetaService/GetHostCacheState',
+            meta__service__pb2.GetHostCacheStateRequest.SerializeToString,
+            meta__service__pb2.GetHostCacheStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetCacheLocationsByBackend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kv_cache_manager.proto.meta.MetaService/GetCacheLocationsByBackend',
+            meta__service__pb2.GetCacheLocationsByBackendRequest.SerializeToString,
+            meta__service__pb2.GetCacheLocationsByBackendResponse.FromString,
             options,
             channel_credentials,
             insecure,

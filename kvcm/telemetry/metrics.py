@@ -236,6 +236,26 @@ LEASE_REMAINING: Final = _gauge(
 )
 LOOP_LAG: Final = _histogram("loop_lag_seconds", "How late the event loop runs callbacks that are due.")
 BUILD_INFO: Final = _gauge("build_info", "Always 1.", "version", "python")
+RESIDENCY_REPORTS: Final = _counter(
+    "residency_reports",
+    "Reports of what engines hold, by outcome: applied, or repeated and therefore ignored.",
+    "outcome",
+)
+RESIDENCY_CHANGES: Final = _counter(
+    "residency_changes",
+    "Block keys in reports, by what became of them: added, removed, or dropped since there was no room.",
+    "change",
+)
+RESIDENCY_CLEARED: Final = _counter("residency_cleared", "Media of engines that were reported as cleared.")
+RESIDENCY_SNAPSHOTS: Final = _counter("residency_snapshots", "Snapshots of reporters that were completed.")
+RESIDENCY_GAPS: Final = _counter("residency_gaps", "Gaps in the sequence numbers of reports.")
+RESIDENCY_EXPIRED: Final = _counter("residency_expired", "Times that a reporter sent nothing for too long.")
+RESIDENCY_REPORTERS: Final = _gauge(
+    "residency_reporters", "Reporters of engines' memory, by state: complete, partial or quiet.", "state"
+)
+RESIDENCY_BLOCKS: Final = _gauge("residency_blocks", "Blocks that lie in the memory of at least one engine.")
+RESIDENCY_MEMORY: Final = _gauge("residency_memory_bytes", "Memory of the manager that knowing these blocks takes.")
+RESIDENCY_MAX_MEMORY: Final = _gauge("residency_max_bytes", "The most that it may take.")
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """In the order of the document."""
 

@@ -21,6 +21,7 @@ from kvcm.protocol.kvcm.v1 import (
     lease_service_pb2,
     pin_service_pb2,
     pool_service_pb2,
+    residency_service_pb2,
     storage_service_pb2,
     unread_pb2,
 )
@@ -29,7 +30,7 @@ CONTRACT = Path(__file__).with_name("contract.txt")
 MODULES = [
     meta_service_pb2, admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, unread_pb2, lease_service_pb2,
     group_service_pb2, pin_service_pb2, capacity_service_pb2, storage_service_pb2, insight_service_pb2,
-    pool_service_pb2, access_service_pb2,
+    pool_service_pb2, access_service_pb2, residency_service_pb2,
 ]  # fmt: skip
 KINDS = {
     FieldDescriptor.TYPE_BOOL: "bool",
@@ -38,7 +39,10 @@ KINDS = {
     FieldDescriptor.TYPE_FIXED64: "fixed64",
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_INT64: "int64",
+    FieldDescriptor.TYPE_SFIXED64: "sfixed64",
+    FieldDescriptor.TYPE_UINT64: "uint64",
     FieldDescriptor.TYPE_STRING: "string",
+    FieldDescriptor.TYPE_UINT64: "uint64",
 }
 
 
@@ -65,6 +69,9 @@ def _in_package(kind: Any, package: str) -> str:
 
 
 def _written(field: FieldDescriptor, package: str) -> str:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = (KINDS[each.type] for each in field.message_type.fields)
+        return f"{field.number} map<{key}, {value}>"
     named: Descriptor | None = field.message_type or field.enum_type
     kind = _in_package(named, package) if named is not None else KINDS[field.type]
     return f"{field.number} {_modifier(field)}{kind}"

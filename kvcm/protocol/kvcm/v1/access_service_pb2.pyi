@@ -24,6 +24,7 @@ class EngineVerb(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REMOVE: _ClassVar[EngineVerb]
     PIN: _ClassVar[EngineVerb]
     REPORT: _ClassVar[EngineVerb]
+    SCORE: _ClassVar[EngineVerb]
 ROLE_UNSPECIFIED: Role
 ROLE_VIEWER: Role
 ROLE_OPERATOR: Role
@@ -35,6 +36,7 @@ WRITE: EngineVerb
 REMOVE: EngineVerb
 PIN: EngineVerb
 REPORT: EngineVerb
+SCORE: EngineVerb
 
 class Key(_message.Message):
     __slots__ = ("key_id", "name", "role", "instance_groups", "verbs", "created_at_ms", "expires_at_ms", "last_used_at_ms", "certificate_name", "account")

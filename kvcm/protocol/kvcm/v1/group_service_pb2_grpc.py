@@ -58,7 +58,8 @@ class GroupServiceServicer:
     """
 
     def ListInstanceGroup(self, request, context):
-        """Lists all instance groups, ordered by name.
+        """Lists all instance groups, ordered by name, as AdminService does. It is older: over HTTP it has the path
+        /api/listInstanceGroups.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
