@@ -695,7 +695,7 @@ class Exporter:
     async def _write_documents(self, selection: _Selection, group_name: str, *, with_accounts: bool) -> None:
         groups = [self._registry.groups.get(name) for name in selection.groups]
         wanted = (
-            {name for group in groups for name in group.storage_candidates}
+            {name for each in groups for name in (*each.storage_candidates, *each.event_report_storage_candidates)}
             if group_name
             else {config.global_unique_name for config in self._registry.storages.all()}
         )

@@ -46,13 +46,14 @@ from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.locking import uninterrupted
 from kvcm.index.meta_index import IndexHandle
-from kvcm.index.search_cache import CacheBudget
+from kvcm.index.search_cache import CacheBudget, StorageView
 from kvcm.model.clock import Clock
 from kvcm.model.errors import InvalidArgumentError, KvcmError, NotReadyError, UnknownInstanceError
 from kvcm.model.groups import EvictionPolicy, InstanceGroup
 from kvcm.model.instances import Instance, Placement
 from kvcm.model.keys import BlockMask
 from kvcm.model.locations import DeletionItem, StorageKey
+from kvcm.model.storages import StorageType
 from kvcm.registry.registry import Registry
 from kvcm.store.memory import MemoryStore
 from kvcm.store.redis.store import RedisTable
@@ -79,6 +80,21 @@ def _shared_writes(sessions: Table, usage: Ledger) -> SharedWrites | None:
     if not isinstance(usage, SharedLedger) or not isinstance(sessions, RedisTable):
         return None
     return SharedWrites(sessions.client, sessions, usage)
+
+
+class _OfType:
+    """Those storages of a view that are of one type."""
+
+    def __init__(self, storages: Storages, storage_type: StorageType) -> None:
+        self._storages = storages
+        self._type = storage_type
+
+    @property
+    def generation(self) -> int:
+        return self._storages.generation
+
+    def rank(self, storage: str) -> int | None:
+        return self._storages.rank(storage) if self._storages.type_of(storage) is self._type else None
 
 
 class CacheManager:
@@ -251,6 +267,36 @@ class CacheManager:
             self.accesses.record(cache, found.keys)
             self._observer.on_lookup(cache.instance, query, found)
         return found
+
+    async def answers(
+        self,
+        cache: InstanceCache,
+        keys: Sequence[int],
+        *,
+        stop_at_miss: bool,
+        of_type: StorageType | None = None,
+    ) -> Sequence[bytes | None]:
+        """Return the encoded locations of every key, None where nothing can be read. This is no access, and no mode in
+        which the instance is read.
+
+        Args:
+            cache: the cache of the instance, from `cache`.
+            keys: block keys.
+            stop_at_miss: return only the answers before the first miss.
+            of_type: only storages of this type count, with the memory pools of all nodes; None for all storages but
+                these pools.
+
+        Raises:
+            NotReadyError: no storage of its group is available.
+        """
+        storages = self._storages.for_node("") if of_type is None else self._storages.everywhere
+        self._check_readable(cache, storages)
+        view: StorageView = storages if of_type is None else _OfType(storages, of_type)
+
+        def read(cache: InstanceCache) -> Coroutine[Any, Any, list[bytes | None]]:
+            return cache.index.answers(keys, stop_at_miss=stop_at_miss, view=view)
+
+        return await self._where_they_lie(cache, read)
 
     def _check_readable(self, cache: InstanceCache, view: Storages) -> None:
         group = self._groups.get(cache.instance.instance_group_name)

@@ -26,6 +26,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _MOST_GROUPS: Final = 1000
 _MOST_CERTIFICATE_NAME: Final = 1024
 _MOST_TTL_SECONDS: Final = 10 * 365 * 86_400.0
+_LATER_VERBS: Final = (Verb.REPORT, Verb.SCORE)  # releases before there were these cannot read their names
 _MOST_LOGINS: Final = 32  # of an account
 _MADE: Final = "keys_made"
 _USE_SECONDS: Final = 60.0  # how exactly it is known when a key was used
@@ -153,18 +154,19 @@ class KeyRegistry:
         wanted.check()
         groups = tuple(sorted(set(wanted.groups))) or (ALL_GROUPS,)
         verbs = tuple(verb for verb in ENGINE_VERBS if verb in wanted.verbs) or _all_verbs(wanted.role)
-        without_report = tuple(verb for verb in verbs if verb is not Verb.REPORT)
+        stored_verbs = tuple(verb for verb in verbs if verb not in _LATER_VERBS)
         now = self._clock.now()
         key = ApiKey(
             "",
             name=wanted.name,
             role=wanted.role,
             groups=groups,
-            verbs=without_report,
+            verbs=stored_verbs,
             created_at=now,
             expires_at=_end(now, wanted.ttl_seconds),
             digest=b"",
             is_reporter=Verb.REPORT in verbs,
+            is_scorer=Verb.SCORE in verbs,
         )
         made, presented = self._fresh_like(replace(key, certificate_name=wanted.certificate_name))
         while not await self._try_add(made):

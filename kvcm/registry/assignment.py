@@ -61,10 +61,13 @@ class Assignment:
     Args:
         node_id: id of this manager.
         instances: registered ones by id, as they change.
+
+    Attributes:
+        node_id: id of this manager.
     """
 
     def __init__(self, node_id: str, instances: Mapping[str, object]) -> None:
-        self._node_id = node_id
+        self.node_id = node_id
         self._instances = instances
         self._managers: dict[str, Endpoint] = {}
         self._assigned: dict[str, str] = {}
@@ -80,7 +83,7 @@ class Assignment:
     def managers_of(self, instance_id: str) -> Sequence[Endpoint]:
         """Return the managers that serve, beginning with the one that the instance is assigned to. None while this
         manager is the only one: clients keep an address of a load balancer, or of a forwarded port."""
-        if self._managers.keys() <= {self._node_id}:
+        if self._managers.keys() <= {self.node_id}:
             return ()
         first = self._first(instance_id)
         ranked = rank(instance_id, self._managers)
@@ -92,7 +95,7 @@ class Assignment:
         Each lookup calls this.
         """
         first = self._first(instance_id)
-        return None if first is None or first == self._node_id else self._managers[first]
+        return None if first is None or first == self.node_id else self._managers[first]
 
     def counts(self) -> Mapping[str, int] | None:
         """Return how many instances each manager is assigned, by node id; None if they are too many to count."""

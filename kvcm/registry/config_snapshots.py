@@ -37,7 +37,15 @@ from kvcm.registry.document_cache import DocumentBatch, DocumentCache, Flush
 from kvcm.registry.instances import BatchRegistration, same_registration, with_sorted_groups
 from kvcm.registry.secrets import restored
 from kvcm.registry.storages import StorageRegistry, check_name_is_free, check_same_type, medium_of
-from kvcm.registry.validation import check_global_quota, check_group, check_instance, check_storage, require
+from kvcm.registry.validation import (
+    check_global_quota,
+    check_group,
+    check_instance,
+    check_storage,
+    check_storages_of_group,
+    check_storages_of_named_group,
+    require,
+)
 from kvcm.store.store import Table
 
 __all__ = [
@@ -133,6 +141,7 @@ _FIELDS = {
     "TairMemPoolStorageSpec": "tair_mem_pool",
     "NfsStorageSpec": "nfs",
     "DummyStorageSpec": "dummy",
+    "EventReportStorageSpec": "event_report",
     "ModelDeployment": "model_deployment",
     "instance_group": "instance_group_name",
 }
@@ -286,6 +295,7 @@ class _ConfigDrafting:
             KvcmError: it cannot replace the configured value.
         """
         present = self._caches.configuration()
+        _check_storages_of_groups(present, wanted)
         draft = ConfigDraft()
         instances = []
         for entry in wanted.entries():
@@ -324,7 +334,7 @@ class _ConfigDrafting:
         draft.record(entry, known, new)
         draft.batch.stage(self._caches.storages, entry.name, new)
         draft.storages.append(new)
-        if known is None or medium_of(new) != medium_of(known):
+        if not new.is_event_report and (known is None or medium_of(new) != medium_of(known)):
             draft.to_open.append(new)
 
     def _draft_group(self, draft: ConfigDraft, entry: Entry) -> None:
@@ -383,6 +393,21 @@ class _ConfigDrafting:
                 draft.changes.append(
                     ConfigChange(entry.kind, name=entry.name, action="keep", old=entry.value, new=entry.value)
                 )
+
+
+def _check_storages_of_groups(present: Configuration, wanted: Configuration) -> None:
+    """Refuse groups that name storages of types that do not fit, among those that there will be."""
+    storages = {each.global_unique_name: each for each in (*present.storages, *wanted.storages)}
+    for entry in wanted.entries():
+        if entry.kind == "group":
+            try:
+                check_storages_of_group(entry.value, storages.get)
+            except KvcmError as error:
+                raise located(error, entry.path) from error
+    named = {group.name for group in wanted.groups}
+    for group in present.groups:
+        if group.name not in named:
+            check_storages_of_named_group(group, storages.get)
 
 
 def _restored(entry: Entry, known: object) -> Any:

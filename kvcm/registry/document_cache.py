@@ -28,10 +28,12 @@ from kvcm.model.instances import Registration
 from kvcm.model.principals import Account
 from kvcm.model.storages import (
     DummyStorageSpec,
+    EventReportStorageSpec,
     LocalStorageSpec,
     MooncakeStorageSpec,
     NfsStorageSpec,
     StorageConfig,
+    StorageType,
     TairMemPoolStorageSpec,
     ThreeFSStorageSpec,
     VcnsThreeFSStorageSpec,
@@ -56,6 +58,7 @@ _SPECS: dict[str, type[Any]] = {
         TairMemPoolStorageSpec,
         NfsStorageSpec,
         DummyStorageSpec,
+        EventReportStorageSpec,
     )
 }
 
@@ -85,6 +88,7 @@ class _Storage(msgspec.Struct):
     used_percentage: float = 0.0
     draining_since: float | msgspec.UnsetType = msgspec.UNSET
     removed_at: float | msgspec.UnsetType = msgspec.UNSET
+    report_type: StorageType | msgspec.UnsetType = msgspec.UNSET
 
 
 def encode_document(value: object) -> bytes:
@@ -175,6 +179,7 @@ def _storage_document(config: StorageConfig) -> _Storage:
         used_percentage=config.used_percentage,
         draining_since=config.draining_since or msgspec.UNSET,
         removed_at=config.removed_at or msgspec.UNSET,
+        report_type=config.report_type or msgspec.UNSET,
     )
 
 
@@ -196,6 +201,7 @@ def _storage(value: msgspec.Raw) -> StorageConfig:
         used_percentage=stored.used_percentage,
         draining_since=_time(stored.draining_since),
         removed_at=_time(stored.removed_at),
+        report_type=StorageType.ST_UNSPECIFIED if stored.report_type is msgspec.UNSET else stored.report_type,
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError
 from kvcm.model.groups import GlobalQuota, InstanceGroup
+from kvcm.model.storages import StorageConfig
 from kvcm.registry.document_cache import DocumentCache, Flush
 from kvcm.registry.secrets import restored
-from kvcm.registry.validation import check_global_quota, check_group
+from kvcm.registry.validation import check_global_quota, check_group, check_storages_of_group
 
 __all__ = ["GroupRegistry", "QuotaRegistry"]
 
@@ -20,13 +21,21 @@ class GroupRegistry:
         cache: their documents.
         flush: returns when all changes are durable.
         store_kind: the deployment's metadata store, which groups may name.
+        find_storage: returns a storage by its name, None when there is none.
     """
 
-    def __init__(self, cache: DocumentCache[InstanceGroup], flush: Flush, store_kind: str) -> None:
+    def __init__(
+        self,
+        cache: DocumentCache[InstanceGroup],
+        flush: Flush,
+        store_kind: str,
+        find_storage: Callable[[str], StorageConfig | None],
+    ) -> None:
         self._cache = cache
         self.by_name = cache.values  # for callers on the path of every request
         self._flush = flush
         self._store_kind = store_kind
+        self._find_storage = find_storage
         self.find: Callable[[str], InstanceGroup | None] = cache.get
         """Returns a group, None when there is none of that name."""
 
@@ -38,7 +47,7 @@ class GroupRegistry:
             DuplicateEntityError: the name is taken.
             StorageIOError: the store cannot be asked.
         """
-        check_group(group, self._store_kind)
+        self._check(group)
 
         def decide(known: InstanceGroup | None) -> InstanceGroup:
             if known is not None:
@@ -61,7 +70,7 @@ class GroupRegistry:
             InvalidArgumentError: a field is malformed, there is no such group, or a version does not fit.
             StorageIOError: the store cannot be asked.
         """
-        check_group(group, self._store_kind)
+        self._check(group)
 
         def decide(known: InstanceGroup | None) -> InstanceGroup:
             _check_versions(_existing(group.name, known).version, group.version, current_version)
@@ -69,6 +78,10 @@ class GroupRegistry:
 
         await self._cache.change(group.name, decide)
         await self._flush()
+
+    def _check(self, group: InstanceGroup) -> None:
+        check_group(group, self._store_kind)
+        check_storages_of_group(group, self._find_storage)
 
     async def remove(self, name: str) -> None:
         """Forget a group; its instances stay readable and refuse writes.

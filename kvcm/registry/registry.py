@@ -207,8 +207,8 @@ class Registry:
         entities: list[DocumentCache[Any]] = [storages, groups, instances, removals, accounts, quotas, keys]
         self._caches = [*entities, wanted, moves]
         self._registrations, self._removals = instances, removals
-        self.storages = StorageRegistry(opener, storages, flush)
-        self.groups = GroupRegistry(groups, flush, store_kind)
+        self.storages = StorageRegistry(opener, storages, flush, groups=groups.all)
+        self.groups = GroupRegistry(groups, flush, store_kind, find_storage=self.storages.find)
         self.quotas = QuotaRegistry(quotas, flush)
         reservations = DocumentCache(self._table, "seats/", ReservedInstances)
         numbers: DocumentCache[int] = DocumentCache(self._table, "meta/", int)

@@ -77,8 +77,11 @@ _SPEC_KEYS: dict[type[Any], tuple[tuple[str, str], ...]] = {
     ),
     TairMemPoolStorageSpec: (("enable_vipserver", "enable_vipserver"), ("domain", "domain"), ("timeout", "timeout")),
 }
-_ADDED_KEYS: dict[type[Any], tuple[str, ...]] = {TairMemPoolStorageSpec: ("node_id", "capacity_bytes")}
-"""Of ours: printed only where they say something, since clients of the original know the others by heart."""
+_ADDED_KEYS: dict[type[Any], tuple[str, ...]] = {
+    TairMemPoolStorageSpec: ("node_id", "capacity_bytes", "service_discovery_url", "media_type")
+}
+"""Of ours, or of later releases of the original: printed only where they say something, since its clients know the
+others by heart."""
 _SPEC_OF_KIND: dict[str, type[Any]] = {
     "file": NfsStorageSpec,
     "dummy": DummyStorageSpec,
@@ -99,6 +102,7 @@ def storage_configs_json(configs: Iterable[StorageConfig]) -> str:
             "storage_spec": _spec_document(config.spec),
         }
         for config in configs
+        if not config.is_event_report  # added after a group named it as if it took bytes
     ]
     return json.dumps(documents, separators=(",", ":"), ensure_ascii=False)
 
@@ -217,6 +221,10 @@ class _Reader:
         self._known.add(key)
         return self.ratio(key) if key in self._document else None
 
+    def optional_number(self, key: str) -> int | None:
+        self._known.add(key)
+        return self.number(key) if key in self._document else None
+
     def flag(self, key: str, *, default: bool) -> bool:
         return bool(self._value(key, bool, default))
 
@@ -254,7 +262,9 @@ def _storage(reader: _Reader) -> StorageConfig:
     defaults = spec_class()
     fields = {name: spec_reader.any(key, getattr(defaults, name)) for name, key in _SPEC_KEYS[spec_class]}
     if spec_class is TairMemPoolStorageSpec:
-        fields |= {"node_id": spec_reader.text("node_id"), "capacity_bytes": spec_reader.number("capacity_bytes")}
+        fields |= {key: spec_reader.text(key) for key in ("node_id", "service_discovery_url")}
+        fields |= {"capacity_bytes": spec_reader.number("capacity_bytes")}
+        fields |= {"media_type": spec_reader.number("media_type", bits=32)}
     spec = spec_class(**fields)
     return StorageConfig(
         reader.text("global_unique_name"),
@@ -284,6 +294,9 @@ def _group(reader: _Reader) -> InstanceGroup:
             for each in reader.objects("storage_guarantees")
         ),
         pin_budget_bytes=reader.number("pin_budget_bytes"),
+        extra_info=reader.text("extra_info"),
+        event_report_storage_candidates=reader.texts("event_report_storage_candidates"),
+        revisit_interval_buckets=reader.text("revisit_interval_buckets"),
     )
 
 
@@ -353,6 +366,7 @@ def _indexer(reader: _Reader) -> MetaIndexerConfig:
             policy.number("cache_shard_bits", 6, bits=32),
             policy.ratio("high_pri_pool_ratio"),
         ),
+        persist_metadata_interval_time_ms=reader.optional_number("persist_metadata_interval_time_ms"),
     )
 
 

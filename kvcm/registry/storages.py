@@ -1,4 +1,5 @@
-"""The configured storages. A storage that does not open where it is added is refused and not stored.
+"""The configured storages. A storage that does not open where it is added is refused and not stored. An event report
+storage has no medium: it is configured, and never open.
 
 Configured and open storages differ: another manager may have added a storage that this one cannot
 reach. It stays closed, its locations count as absent, and it is tried again at refreshes, less and less often.
@@ -19,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import structlog
 
 from kvcm.model.errors import DuplicateEntityError, InvalidArgumentError, NotReadyError
-from kvcm.model.storages import StorageConfig, TairMemPoolStorageSpec
+from kvcm.model.groups import InstanceGroup
+from kvcm.model.storages import StorageConfig, StorageType, TairMemPoolStorageSpec
 from kvcm.registry.document_cache import DocumentCache, Flush
 from kvcm.registry.secrets import restored
-from kvcm.registry.validation import check_storage
+from kvcm.registry.validation import check_storage, check_storages_of_named_group
 
 __all__ = [
     "ClosedStorages",
@@ -162,13 +164,21 @@ class StorageRegistry:
         opener: opens added storages.
         cache: where the configs are kept.
         flush: returns when all changes are durable.
+        groups: returns the groups, which may name a storage before it is added.
     """
 
-    def __init__(self, opener: StorageOpener, cache: DocumentCache[StorageConfig], flush: Flush) -> None:
+    def __init__(
+        self,
+        opener: StorageOpener,
+        cache: DocumentCache[StorageConfig],
+        flush: Flush,
+        groups: Callable[[], Iterable[InstanceGroup]] = tuple,
+    ) -> None:
         self._opener = opener
         self.compare: Callable[[str, Any], Awaitable[None]] = _compare_later
         self._cache = cache
         self._flush = flush
+        self._groups = groups
         self._open: dict[str, StorageConfig] = {}
         # By medium, so that a corrected config does not wait for the hopeless one of that name.
         self._opening: dict[StorageConfig, asyncio.Task[None]] = {}
@@ -188,12 +198,12 @@ class StorageRegistry:
             KvcmError: it cannot be opened, or the store cannot be asked.
         """
         config = await self._new(config)
-        await self._add(config, self._opener.prepare(config, is_new=True))
+        await self._add(config, None if config.is_event_report else self._opener.prepare(config, is_new=True))
 
     async def add_in_background(self, config: StorageConfig) -> None:
         """Do `add` without holding up other requests."""
         config = await self._new(config)
-        await self._add(config, await self._opener.prepare_in_thread(config, is_new=True))
+        await self._add(config, await self._prepare(config))
 
     async def update(self, config: StorageConfig) -> None:
         """Replace a storage's config; the old one stays in force when the new one cannot be opened, and secrets that
@@ -207,7 +217,7 @@ class StorageRegistry:
         if is_only_limited:
             await self._replace_limit(config)
         else:
-            await self._replace(config, self._opener.prepare(config, is_new=True))
+            await self._replace(config, None if config.is_event_report else self._opener.prepare(config, is_new=True))
 
     async def update_in_background(self, config: StorageConfig) -> None:
         """Do `update` without holding up other requests."""
@@ -215,15 +225,26 @@ class StorageRegistry:
         if is_only_limited:
             await self._replace_limit(config)
         else:
-            await self._replace(config, await self._opener.prepare_in_thread(config, is_new=True))
+            await self._replace(config, await self._prepare(config))
+
+    async def _prepare(self, config: StorageConfig) -> Any:
+        return None if config.is_event_report else await self.prepare(config)
 
     async def _new(self, config: StorageConfig) -> StorageConfig:
         """Return the config with its secrets, if it may be added."""
         check_storage(config)
+        self._check_groups(config)
         known = await self._cache.read(config.global_unique_name)
         config = restored(config, known)
         check_name_is_free(config, known)
         return config
+
+    def _check_groups(self, config: StorageConfig) -> None:
+        """Refuse a storage whose type does not fit the groups that name it already."""
+        name = config.global_unique_name
+        for group in self._groups():
+            if name in group.storage_candidates or name in group.event_report_storage_candidates:
+                check_storages_of_named_group(group, lambda other: config if other == name else self.find(other))
 
     async def _changing(self, config: StorageConfig) -> tuple[StorageConfig, bool]:
         """Return the config with its secrets, and whether only its limit changes: then nothing has to be opened, which
@@ -290,13 +311,18 @@ class StorageRegistry:
 
     async def retire(self, name: str, now: float) -> None:
         """Remove a storage at once; its locations count as missing from now on. Its name is kept from other media until
-        `forget`: there are blocks that lie on it.
+        `forget`: there are blocks that lie on it. An event report storage has none, and is gone at once.
 
         Raises:
             InvalidArgumentError: there is no such storage.
             StorageIOError: the store cannot be asked.
         """
-        await self._put(name, lambda known: replace(_existing_storage(name, known), removed_at=now, draining_since=0.0))
+
+        def decide(known: StorageConfig | None) -> StorageConfig | None:
+            known = _existing_storage(name, known)
+            return None if known.is_event_report else replace(known, removed_at=now, draining_since=0.0)
+
+        await self._put(name, decide)
 
     async def forget(self, drain: StorageDrain) -> None:
         """Forget a removed storage of which nothing is left, unless it was added again meanwhile.
@@ -321,6 +347,10 @@ class StorageRegistry:
 
         def decide(known: StorageConfig | None) -> StorageConfig:
             known = _existing_storage(name, known)
+            if known.is_event_report:
+                raise InvalidArgumentError(
+                    f"storage {name!r} is of type {known.storage_type.kind}: no bytes lie on it that could be drained"
+                )
             return known if known.is_draining else replace(known, draining_since=now)
 
         await self._put(name, decide)
@@ -361,6 +391,7 @@ class StorageRegistry:
             NotReadyError: a storage of that name and another medium is still to be forgotten.
         """
         check_storage(config)
+        self._check_groups(config)
         check_name_is_free(config, self._cache.get(config.global_unique_name))
 
     def all(self) -> list[StorageConfig]:
@@ -369,13 +400,20 @@ class StorageRegistry:
 
     def existing(self, names: Iterable[str]) -> list[StorageConfig]:
         """Return those of `names` that exist, ordered by name."""
-        return [config for name in sorted(set(names)) if (config := self._get(name)) is not None]
+        return [config for name in sorted(set(names)) if (config := self.find(name)) is not None]
+
+    def find_event_report(self, group: InstanceGroup, storage_type: StorageType) -> StorageConfig | None:
+        """Return the event report storage of a type that a group names, None when there is none: of several, which
+        were added after the group, the first that it names."""
+        named = (self.find(name) for name in group.event_report_storage_candidates)
+        return next((each for each in named if each is not None and each.storage_type is storage_type), None)
 
     def is_configured(self, name: str) -> bool:
         """Return whether there is a storage of a name, open here or not, readable by this release or not."""
-        return self._get(name) is not None or name in self._cache.unreadable
+        return self.find(name) is not None or name in self._cache.unreadable
 
-    def _get(self, name: str) -> StorageConfig | None:
+    def find(self, name: str) -> StorageConfig | None:
+        """Return a storage, None when there is none of that name."""
         known = self._cache.get(name)
         return None if known is None or known.is_removed else known
 
@@ -395,8 +433,8 @@ class StorageRegistry:
 
     def _sync_open(self, name: str) -> bool:
         """Close or switch an open storage as configured. False: its medium has to be opened."""
-        wanted, is_open = self._get(name), self._open.get(name)
-        if wanted is None:
+        wanted, is_open = self.find(name), self._open.get(name)
+        if wanted is None or wanted.is_event_report:
             if is_open is not None:
                 del self._open[name]
                 self._opener.close(name)
@@ -442,8 +480,8 @@ class StorageRegistry:
     def _install(self, config: StorageConfig, prepared: Any) -> None:
         """Put an opened medium in place, unless something else is configured by now: then it is left to refreshes."""
         name = config.global_unique_name
-        wanted, is_open = self._get(name), self._open.get(name)
-        if wanted is None or medium_of(wanted) != medium_of(config):
+        wanted, is_open = self.find(name), self._open.get(name)
+        if wanted is None or wanted.is_event_report or medium_of(wanted) != medium_of(config):
             return
         if is_open is not None and is_open.storage_type is not wanted.storage_type:
             self._opener.close(name)  # it was removed and added again, as another thing

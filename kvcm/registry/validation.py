@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import fields, replace
 
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
 from kvcm.model.groups import (
@@ -22,6 +23,7 @@ from kvcm.model.principals import ALL_GROUPS
 from kvcm.model.storages import (
     MIN_POOL_BYTES,
     DummyStorageSpec,
+    EventReportStorageSpec,
     LocalStorageSpec,
     MooncakeStorageSpec,
     NfsStorageSpec,
@@ -40,6 +42,8 @@ __all__ = [
     "check_group",
     "check_instance",
     "check_storage",
+    "check_storages_of_group",
+    "check_storages_of_named_group",
     "most_shards",
     "require",
 ]
@@ -61,7 +65,9 @@ _REQUIRED_TEXTS: dict[type[object], tuple[str, ...]] = {
     TairMemPoolStorageSpec: (),
     NfsStorageSpec: ("root_path",),
     DummyStorageSpec: (),
+    EventReportStorageSpec: (),
 }
+_EVENT_REPORTS = tuple(each.name for each in StorageType if each.is_event_report)
 
 
 def require(condition: object, path: str, reason: str = "is required") -> None:
@@ -102,8 +108,39 @@ def check_storage(config: StorageConfig) -> None:
         require(spec.rdma_device, f"{prefix}.rdma_device", "is required when protocol is rdma")
     if isinstance(spec, TairMemPoolStorageSpec):
         _check_pool(spec, prefix)
+    _check_report(config, prefix)
     _at_least_zero("StorageConfig.capacity_bytes", config.capacity_bytes)
     _check_mark("StorageConfig.used_percentage", config.used_percentage)
+
+
+def _check_report(config: StorageConfig, prefix: str) -> None:
+    spec, report_type = config.spec, config.report_type
+    if not isinstance(spec, EventReportStorageSpec):
+        require(
+            report_type is StorageType.ST_UNSPECIFIED,
+            "StorageConfig.storage_type",
+            f"is {report_type.name}, must be {_type_of_spec(config).name} or left out with these settings",
+        )
+        return
+    require(
+        report_type.is_event_report,
+        "StorageConfig.storage_type",
+        f"is {report_type.name}, must be {' or '.join(_EVENT_REPORTS)} with event_report",
+    )
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        require(
+            value > 0, f"{prefix}.{field.name}", f"is {value}, must be > 0 milliseconds, or left out for the default"
+        )
+    require(
+        not config.capacity_bytes,
+        "StorageConfig.capacity_bytes",
+        f"is {config.capacity_bytes}, must be 0 with event_report: no bytes are written to it",
+    )
+
+
+def _type_of_spec(config: StorageConfig) -> StorageType:
+    return replace(config, report_type=StorageType.ST_UNSPECIFIED).storage_type
 
 
 def _check_pool(spec: TairMemPoolStorageSpec, prefix: str) -> None:
@@ -134,7 +171,7 @@ def check_global_quota(quota: GlobalQuota) -> None:
 
 
 def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
-    """Check a group, from the API and from documents alike. Candidates need not exist.
+    """Check a group, from the API and from documents alike. Candidates need not exist (`check_storages_of_group`).
 
     Args:
         group: to check.
@@ -147,6 +184,8 @@ def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
     require(group.name != ALL_GROUPS, "InstanceGroup.name", f"is {ALL_GROUPS!r}, which stands for all groups in keys")
     check_name("name", group.name)
     require(group.storage_candidates, "InstanceGroup.storage_candidates")
+    repeated = _repeated(group.event_report_storage_candidates)
+    require(not repeated, "InstanceGroup.event_report_storage_candidates", f"lists {repeated} more than once")
     _at_least_zero("InstanceGroup.max_instance_count", group.max_instance_count)
     _check_quota(group)
     _check_guarantees(group)
@@ -156,11 +195,53 @@ def check_group(group: InstanceGroup, store_kind: str = "memory") -> None:
     _check_store(group.cache_config.meta_indexer_config, store_kind)
 
 
+def check_storages_of_group(group: InstanceGroup, find: Callable[[str], StorageConfig | None]) -> None:
+    """Check the types of the storages that a group names; those that do not exist are absent until they are added.
+
+    Args:
+        group: to check.
+        find: returns a storage by its name, None when there is none.
+
+    Raises:
+        InvalidArgumentError: bytes cannot be written to a candidate, or a candidate for reports takes none.
+    """
+    candidates = [config for name in group.storage_candidates if (config := find(name)) is not None]
+    for config in candidates:
+        require(
+            not config.is_event_report,
+            "InstanceGroup.storage_candidates",
+            f"lists {config.global_unique_name!r} of type {config.storage_type.kind}, to which no bytes are written: "
+            "list it in event_report_storage_candidates",
+        )
+    path = "InstanceGroup.event_report_storage_candidates"
+    reports = [config for name in group.event_report_storage_candidates if (config := find(name)) is not None]
+    by_type: dict[StorageType, str] = {}
+    for config in reports:
+        name, kind = config.global_unique_name, config.storage_type.kind
+        allowed = _listed(each.kind for each in StorageType if each.is_event_report)
+        require(config.is_event_report, path, f"lists {name!r} of type {kind}, allowed are types {allowed}")
+        first = by_type.setdefault(config.storage_type, name)
+        require(first == name, path, f"lists {first!r} and {name!r}, both of type {kind}: a group has one of each type")
+
+
+def check_storages_of_named_group(group: InstanceGroup, find: Callable[[str], StorageConfig | None]) -> None:
+    """Do `check_storages_of_group` for a group that is configured already, which the error names."""
+    try:
+        check_storages_of_group(group, find)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"group {group.name!r}: {error}") from error
+
+
 def _check_quota(group: InstanceGroup) -> None:
     _at_least_zero("InstanceGroup.quota.capacity", group.quota.capacity)
     for quota in group.quota.quota_config:
         path = "InstanceGroup.quota.quota_config"
         require(quota.storage_type is not StorageType.ST_UNSPECIFIED, f"{path}.storage_type")
+        require(
+            not quota.storage_type.is_event_report,
+            f"{path}.storage_type",
+            f"is {quota.storage_type.name}, must be a type that bytes are written to",
+        )
         _at_least_zero(f"{path}.capacity", quota.capacity)
     repeated = _repeated(quota.storage_type.kind for quota in group.quota.quota_config)
     require(not repeated, "InstanceGroup.quota.quota_config", f"lists {repeated} more than once")

@@ -42,6 +42,16 @@ def group_values_without_effect(group: InstanceGroup) -> Iterator[str]:
             "cache_config.meta_indexer_config.meta_storage_backend_config.storage_uri has no effect: a deployment has "
             "one metadata store, kvcm.registry_storage.uri"
         )
+    if indexer.persist_metadata_interval_time_ms is not None:
+        yield (
+            f"cache_config.meta_indexer_config.persist_metadata_interval_time_ms "
+            f"{indexer.persist_metadata_interval_time_ms} has no effect: every change is stored when it is made"
+        )
+    if group.revisit_interval_buckets:
+        yield (
+            f"revisit_interval_buckets {_shown(group.revisit_interval_buckets)} has no effect: no histogram has times "
+            "between reads"
+        )
     path = "cache_config.reclaim_strategy"
     yield from _of_policy(f"{path}.policy", strategy.policy, group.policy_of(""))
     for override in strategy.instance_overrides:
@@ -83,9 +93,12 @@ def storage_values_without_effect(config: StorageConfig) -> Iterator[str]:
             "below the mount point, and the metadata service is not asked"
         )
     if isinstance(spec, TairMemPoolStorageSpec):
-        for field, value in (("timeout", spec.timeout), ("enable_vipserver", spec.enable_vipserver)):
-            if value:
-                yield f"tair_mem_pool.{field} {value!r} has no effect: pools are reached over the node's shared memory"
+        for field in ("timeout", "enable_vipserver", "service_discovery_url", "media_type"):
+            if value := getattr(spec, field):
+                yield (
+                    f"tair_mem_pool.{field} {_shown(value)} has no effect: pools are reached over the node's shared "
+                    "memory"
+                )
     if isinstance(spec, MooncakeStorageSpec) and spec.rdma_device and spec.protocol != "rdma":
         yield f"mooncake.rdma_device {_shown(spec.rdma_device)} has no effect with protocol {_shown(spec.protocol)}"
     if config.check_storage_available_when_open and not isinstance(spec, (ThreeFSStorageSpec, VcnsThreeFSStorageSpec)):

@@ -37,7 +37,7 @@ from kvcm.model.groups import GlobalQuota, MetaIndexerConfig, MetaStorageBackend
 from kvcm.model.keys import unmixed_key
 from kvcm.model.locations import BlockRecord, LocationStatus, StorageKey
 from kvcm.model.principals import AccountRole, Role, new_key
-from kvcm.model.storages import DummyStorageSpec, StorageType
+from kvcm.model.storages import DummyStorageSpec, EventReportStorageSpec, StorageConfig, StorageType
 from kvcm.registry.api_keys import NewKey
 from kvcm.registry.storages import ClosedStorages
 from kvcm.store.store import Table
@@ -190,6 +190,18 @@ async def test_one_group_goes_out_with_the_storages_that_it_uses(source: IndexRi
     assert imported.stored == {"k": 2}
     (found, _) = (await target.blocks("k"))[1]
     assert found == record(1, storage="two")  # the uri still leads to the first deployment's directory
+
+
+async def test_a_group_takes_its_event_report_storages_along(source: IndexRig, target: IndexRig) -> None:
+    reports = StorageConfig("reports", EventReportStorageSpec(), report_type=StorageType.ST_EVENT_REPORT_L2)
+    await source.registry.storages.add(reports)
+    group = source.registry.groups.get("g")
+    newer = replace(group, version=group.version + 1, event_report_storage_candidates=("reports",))
+    await source.registry.groups.update(newer, group.version)
+    imported = await target.imported((await source.exported("g"))[0])
+    assert imported.created["storage"] == ["one", "reports"]
+    assert target.registry.storages.find("reports") == reports
+    assert target.registry.groups.get("g") == newer
 
 
 async def test_a_storage_that_a_group_does_not_use_stays_behind(source: IndexRig) -> None:

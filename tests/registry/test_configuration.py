@@ -559,7 +559,7 @@ def test_unknown_keys_are_ignored() -> None:
         document["instance_group"],
         document["instance_group"]["cache_config"]["meta_indexer_config"],
     ):
-        part["persist_metadata_interval_time_ms"] = 1000
+        part["persist_metadata_interval_time_us"] = 1000
         part["something"] = [{"new": None}]
     assert parse(document) == parse(BUILTIN)
 

@@ -22,7 +22,7 @@ from kvcm.model.errors import (
     UnknownInstanceError,
 )
 from kvcm.model.groups import GlobalQuota, MetaIndexerConfig
-from kvcm.model.instances import LocationSpecGroup, Placement
+from kvcm.model.instances import LocationSpecGroup, Placement, QueryType
 from kvcm.model.principals import AccountRole
 from kvcm.model.storages import DummyStorageSpec, NfsStorageSpec, StorageConfig
 from kvcm.registry.document_cache import decode_document, encode_document
@@ -164,6 +164,12 @@ async def test_a_different_layout_is_refused_with_the_field(with_group: Registry
     stored = await with_group.instances.register(INSTANCE)
     with pytest.raises(DuplicateEntityError, match="another block_size: registered is 16, this registration has 32;"):
         await with_group.instances.register(replace(INSTANCE, block_size=32))
+    again = replace(INSTANCE, default_query_type=QueryType.QT_PREFIX_MATCH)
+    with pytest.raises(DuplicateEntityError, match="default_query_type: registered is 'QT_UNSPECIFIED', this reg"):
+        await with_group.instances.register(again)
+    eagle = replace(INSTANCE, model_deployment=replace(INSTANCE.model_deployment, use_eagle_pop=True))
+    with pytest.raises(DuplicateEntityError, match=r"another model_deployment\.use_eagle_pop: registered is False"):
+        await with_group.instances.register(eagle)
     assert with_group.instances.get(INSTANCE.instance_id) is stored
 
 

@@ -214,8 +214,26 @@ _SHOWN = (
         ("TairMemPoolStorageSpec.capacity_bytes",),
     ),
     ("reclaim/test_needs.py", "test_a_global_quota_above_one_never_evicts", ("GlobalQuota.used_percentage",)),
+    (
+        "registry/test_event_report_storages.py",
+        "test_a_group_finds_its_storage_of_each_type",
+        (
+            "InstanceGroup.event_report_storage_candidates",
+            "StorageConfig.storage_type",
+            "EventReportStorageSpec.heartbeat_timeout_ms",
+            "EventReportStorageSpec.cleanup_grace_ms",
+            "EventReportStorageSpec.liveness_check_interval_ms",
+            "EventReportStorageSpec.snapshot_min_interval_ms",
+            "EventReportStorageSpec.snapshot_delta_drain_timeout_ms",
+        ),
+    ),
 )
-_RETURNED = ("InstanceGroup.user_data", "ThreeFSStorageSpec.cluster_name", "VcnsThreeFSStorageSpec.cluster_name")
+_RETURNED = (
+    "InstanceGroup.user_data",
+    "InstanceGroup.extra_info",
+    "ThreeFSStorageSpec.cluster_name",
+    "VcnsThreeFSStorageSpec.cluster_name",
+)
 """Texts for people and programs."""
 # Without an age ttl_sliding has no effect, on other types than 3FS the check has none, without a capacity the watermark
 # has none, with tcp the device has none.
@@ -235,13 +253,17 @@ _REPORTED = (
     "MooncakeStorageSpec.rdma_device",
     "TairMemPoolStorageSpec.timeout",
     "TairMemPoolStorageSpec.enable_vipserver",
+    "TairMemPoolStorageSpec.service_discovery_url",
+    "TairMemPoolStorageSpec.media_type",
+    "MetaIndexerConfig.persist_metadata_interval_time_ms",
+    "InstanceGroup.revisit_interval_buckets",
 )
 
 
 def fields(message: Descriptor) -> Iterator[str]:
     """Yield the fields of a message and of those in it that are no messages."""
     for field in message.fields:
-        if field.type == Field.TYPE_MESSAGE:
+        if field.type == Field.TYPE_MESSAGE and field.message_type.full_name != "google.protobuf.Int64Value":
             yield from fields(field.message_type)
         else:
             yield f"{message.name}.{field.name}"
@@ -291,6 +313,8 @@ TCP = MooncakeStorageSpec("h", "m", "tcp", "mlx5_0", "s:1")
         ("MetaCachePolicyConfig.high_pri_pool_ratio", read_cache(high_pri_pool_ratio=0.5)),
         ("MetaStorageBackendConfig.storage_uri", indexer_of(
             meta_storage_backend_config=MetaStorageBackendConfig("redis", "redis://h"))),
+        ("MetaIndexerConfig.persist_metadata_interval_time_ms", indexer_of(persist_metadata_interval_time_ms=0)),
+        ("InstanceGroup.revisit_interval_buckets", InstanceGroup("g", ("a",), revisit_interval_buckets="1,5,30")),
         ("EvictionPolicy.ttl_sliding", strategy_of(policy=EvictionPolicy("lru", 0, ttl_sliding=True))),
         ("EvictionPolicy.ttl_sliding", strategy_of(policy=EvictionPolicy("fifo", 5, ttl_sliding=True))),
         ("EvictionPolicy.ttl_sliding", strategy_of(
@@ -314,6 +338,9 @@ def test_values_of_groups_without_effect_are_named(field: str, group: InstanceGr
         ("VcnsThreeFSStorageSpec.meta_storage_uri", StorageConfig("s", VCNS)),
         ("TairMemPoolStorageSpec.timeout", StorageConfig("s", TairMemPoolStorageSpec(timeout=5, node_id="n"))),
         ("TairMemPoolStorageSpec.enable_vipserver", StorageConfig("s", TairMemPoolStorageSpec(enable_vipserver=True))),
+        ("TairMemPoolStorageSpec.service_discovery_url", StorageConfig(
+            "s", TairMemPoolStorageSpec(service_discovery_url="u"))),
+        ("TairMemPoolStorageSpec.media_type", StorageConfig("s", TairMemPoolStorageSpec(media_type=5))),
         ("MooncakeStorageSpec.rdma_device", StorageConfig("s", TCP)),
         ("StorageConfig.check_storage_available_when_open", StorageConfig(
             "s", NFS, check_storage_available_when_open=True)),
