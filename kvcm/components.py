@@ -38,7 +38,8 @@ from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, StorageIOError
-from kvcm.model.instances import Placement
+from kvcm.model.instances import Instance, Placement
+from kvcm.model.storages import EventReportStorageSpec, StorageType
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.reclaim.garbage import GarbageCollector
@@ -54,6 +55,8 @@ from kvcm.registry.leadership import Leadership
 from kvcm.registry.loss_journal import LossJournal
 from kvcm.registry.registry import FIRST_SCHEMA, NEWEST_SCHEMA, SCHEMA_OF_RUNS, Registry, Schema
 from kvcm.registry.store_guard import StoreGuard
+from kvcm.residency.event_reports import EventTimes
+from kvcm.residency.residency import Residency, ResidencyLimits
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
@@ -462,6 +465,7 @@ BackgroundTask = tuple[str, Callable[[], Awaitable[None]]]
 """Name and endless coroutine."""
 _ACCESS_FLUSH_SECONDS = 1.0  # a crash loses no more
 _KEYS_SECONDS = 60.0
+_RESIDENCY_SECONDS = 1.0
 _REGISTRY_SECONDS = 0.25  # other managers' changes are in force within a second
 _SHARED_TASK_SECONDS = 0.5  # a round reads every shard of every instance
 _RECOUNT_SECONDS = 1.0
@@ -719,6 +723,29 @@ class _ComponentFactory:
         cache.endings.on_failed_writes = partial(_probe_soon, margins, prober)
         return prober
 
+    def residency(self) -> Residency:
+        settings, registered = self.settings, self.registry.instances.by_id
+
+        def find(instance_id: str) -> Instance | None:
+            registration = registered.get(instance_id)
+            return registration.instance if registration is not None else None
+
+        limits = ResidencyLimits(settings.residency_timeout_ms / 1000, settings.residency_max_bytes)
+        return Residency(self.clock, find, limits, event_times=self._event_times)
+
+    def _event_times(self, instance: Instance, storage_type: StorageType) -> EventTimes | None:
+        group = self.registry.groups.find(instance.instance_group_name)
+        config = self.registry.storages.find_event_report(group, storage_type) if group is not None else None
+        if config is None or not config.is_available:
+            return None
+        spec = config.spec
+        assert isinstance(spec, EventReportStorageSpec)
+        return EventTimes(
+            heartbeat_timeout_seconds=spec.heartbeat_timeout_ms / 1000,
+            cleanup_grace_seconds=spec.cleanup_grace_ms / 1000,
+            snapshot_interval_seconds=spec.snapshot_min_interval_ms / 1000,
+        )
+
     def alerts(
         self,
         cache: CacheManager,
@@ -726,7 +753,9 @@ class _ComponentFactory:
         deletions: DeletionExecutor,
         drains: StorageDrains,
         counts: Counts,
-        group_stores: GroupStoreView,
+        *,
+        stores: GroupStoreView,
+        residency: Residency,
     ) -> AlertWatch:
         sources = AlertSources(
             cache=cache,
@@ -740,7 +769,8 @@ class _ComponentFactory:
             is_shared=self.metadata.store.is_shared,
             store_health=self.metadata.health,
             shortage=self.metadata.shortage,
-            group_stores=group_stores,
+            group_stores=stores,
+            residency=residency,
         )
         return AlertWatch(sources, self.clock.now)
 
@@ -778,6 +808,7 @@ class Components:
         clock: time source.
         view: usage and limits.
         alerts: alerts.
+        residency: blocks in engines' own memory.
     """
 
     settings: Settings
@@ -807,6 +838,7 @@ class Components:
     clock: Clock
     view: UsageView
     alerts: AlertWatch
+    residency: Residency
 
     @classmethod
     def build(
@@ -825,8 +857,7 @@ class Components:
         factory = _ComponentFactory(metadata, registry, storages, leadership, clock=clock, settings=settings)
         factory.configure_slot_reuse()
         events = EventLog(settings.event_log_file, settings.event_max_bytes, clock.now)
-        changes, counts = ChangeEvents(events), Counts()
-        budget = CacheBudget(settings.search_cache_bytes)
+        changes, counts, budget = ChangeEvents(events), Counts(), CacheBudget(settings.search_cache_bytes)
         turns, pressure = Pacer(), WritePressure()  # eviction and deletion run in turns, with time for requests between
         cache = factory.cache(budget, events, pressure, disk := factory.disk())
         deletions = factory.deletions(cache, events, turns)
@@ -867,7 +898,8 @@ class Components:
             audit_log=audit_log,
             clock=clock,
             view=view,
-            alerts=factory.alerts(cache, view, deletions, drains, counts=counts, group_stores=group_stores),
+            residency=(residency := factory.residency()),
+            alerts=factory.alerts(cache, view, deletions, drains, counts, stores=group_stores, residency=residency),
         )
 
     def background_tasks(self) -> list[BackgroundTask]:
@@ -893,6 +925,7 @@ class Components:
             ("alerts", self.alerts.run),
             ("audit", self.audit_log.run),
             ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
+            ("residency", partial(_every, _RESIDENCY_SECONDS, self._maintain_residency)),
         ]
         if self.metadata.eviction is not None:
             tasks.append(("store_policy", self.metadata.eviction.run))
@@ -935,6 +968,13 @@ class Components:
                 await task()
 
         return run
+
+    async def _maintain_residency(self) -> None:
+        self.residency.expire()
+        has_more = True
+        while has_more:
+            has_more = self.residency.maintain()
+            await asyncio.sleep(0)
 
     async def _purge_pools(self) -> None:
         await self.purges.resume(lambda: self.leadership.is_leader)

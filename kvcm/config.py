@@ -49,6 +49,7 @@ _OWN_SECTIONS = (
     "kvcm.store.",
     "kvcm.limits.",
     "kvcm.reclaim.",
+    "kvcm.residency.",
     "kvcm.tracing.",
     "kvcm.optimizer.",
     "kvcm.cluster_id",
@@ -263,6 +264,14 @@ class Settings:
     burst_keys: int = _setting("kvcm.limits.burst_keys", 1_000_000, _number(1, 1 << 40), hot=True)
     corrupt_reports_per_minute: int = _setting(
         "kvcm.limits.corrupt_reports_per_minute", 600, _number(0, 1 << 40), hot=True
+    )
+    residency_timeout_ms: int = _setting("kvcm.residency.timeout_ms", 30_000, _number(100, 3_600_000))
+    residency_max_bytes: int = _setting("kvcm.residency.max_bytes", 1 << 30, _number(0, 1 << 50))
+    compute_tokens_per_second: int = _setting("kvcm.residency.compute_tokens_per_second", 10_000, _number(1, 1 << 40))
+    host_bytes_per_second: int = _setting("kvcm.residency.host_bytes_per_second", 20_000_000_000, _number(1, 1 << 60))
+    disk_bytes_per_second: int = _setting("kvcm.residency.disk_bytes_per_second", 3_000_000_000, _number(1, 1 << 60))
+    storage_bytes_per_second: int = _setting(
+        "kvcm.residency.storage_bytes_per_second", 2_000_000_000, _number(1, 1 << 60)
     )
     max_queue_ms: int = _setting("kvcm.limits.max_queue_ms", 2000, _number(0, 3_600_000), hot=True)
     long_request_keys: int = _setting("kvcm.limits.long_request_keys", 4096, _number(1, 1 << 24), hot=True)

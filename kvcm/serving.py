@@ -36,6 +36,7 @@ from kvcm.model.principals import ANONYMOUS, UNRESTRICTED
 from kvcm.optimizer.live.bytes_needed import BytesNeeded
 from kvcm.registry.assignment import Assignment
 from kvcm.registry.leadership import Leadership, VitalsTable
+from kvcm.residency.scoring import Costs
 from kvcm.service.access import Access, AccessMetrics, KeyedAccess, OpenAccess
 from kvcm.service.access_api import AccessApi
 from kvcm.service.admin_api import AdminApi, ConfigApi, SettingChange
@@ -44,6 +45,7 @@ from kvcm.service.call_schema import OPENAPI_PATH, CallsPage
 from kvcm.service.calls import AccessLog, AuditCalls, Call, Caller, CallObserver, CallRecorder
 from kvcm.service.capacity_api import CapacityApi
 from kvcm.service.debug_api import DebugApi, Faults
+from kvcm.service.event_report_api import EventReportApi
 from kvcm.service.group_store_api import GroupStoreApi
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
 from kvcm.service.http_connections import ConnectionLimits
@@ -55,6 +57,7 @@ from kvcm.service.metrics_series import CapacitySeries
 from kvcm.service.pin_api import PinApi
 from kvcm.service.probes import Probes
 from kvcm.service.request_limits import BodyReader, RequestLimits, RequestSizes
+from kvcm.service.residency_api import ResidencyApi
 from kvcm.service.storage_api import DrainView, PoolApi, StorageApi
 from kvcm.service.tls import (
     ServerTls,
@@ -180,7 +183,7 @@ class Listeners:
         else:
             await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
             await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
-        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies)
+        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies, resources=interface.data_resources)
         self._admin.serve(
             interface.admin,
             caller,
@@ -269,6 +272,7 @@ class ManagerApi:
         pages: pages of the admin port by path, beside probes.
         debug: calls that make others fail; none unless they are enabled.
         data_pages: pages of the data port by path, beside probes.
+        data_resources: the resources under /v1 of the data port, for routers.
         resources: the resources under /v1 of the admin port.
         console: the console on the admin port.
     """
@@ -282,6 +286,7 @@ class ManagerApi:
     pages: Mapping[str, PageRoute] = field(default_factory=dict)
     debug: list[Call] = field(default_factory=list)
     data_pages: Mapping[str, PageRoute] = field(default_factory=dict)
+    data_resources: Resources | None = None
     resources: Resources | None = None
     console: Resources | None = None
 
@@ -306,13 +311,7 @@ class ManagerApi:
         )
         admission = GuardedAdmission(_admission(settings), components.counts.lag.delay)
         reloader.subscribe(_Adjustable(limits, admission, reading, access_log, components).apply)
-        recorder = CallRecorder(
-            metrics,
-            [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"],
-            access_log=access_log,
-            audit=AuditCalls(components.audit),
-            tracing=_tracing(settings, reloader, spans),
-        )
+        recorder = _recorder(components, metrics, access_log, _tracing(settings, reloader, spans))
         access = _access(components, settings)
         caller = _caller(components, recorder, limits, admission=admission, access=access, is_traced=spans is not None)
         recent, needed = RecentAccesses(settings.recent_keys, original=unmixed), BytesNeeded(settings.sampled_keys)
@@ -330,7 +329,12 @@ class ManagerApi:
         announced = None if components.serves_only_as_leader else assignment
         watch = _vitals(components, place, board, calls=data, recorder=recorder, assignment=announced)
         components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
-        readings = AccessMetrics(access).readings, partial(certificate_readings, tls), _estimates(components, needed)
+        readings = (
+            AccessMetrics(access).readings,
+            partial(certificate_readings, tls),
+            _estimates(components, needed),
+            components.residency.readings,
+        )
         metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
         resources = _resources([*data, *admin], caller, recent, watch)
         return cls(
@@ -343,9 +347,22 @@ class ManagerApi:
             pages={"/metrics": metrics_page, OPENAPI_PATH: CallsPage(admin)},
             debug=debug,
             data_pages={OPENAPI_PATH: CallsPage(data)},
+            data_resources=_data_resources(data, caller),
             resources=resources,
             console=_console(resources, caller),
         )
+
+
+def _recorder(
+    components: Components, metrics: ApiMetrics, access_log: AccessLog, tracing: CallObserver | None
+) -> CallRecorder:
+    return CallRecorder(
+        metrics,
+        [Phase.CLOSED.value, *REASONS, "unauthenticated", "forbidden"],
+        access_log=access_log,
+        audit=AuditCalls(components.audit),
+        tracing=tracing,
+    )
 
 
 def _debug_calls(settings: Settings, data: list[Call]) -> tuple[list[Call], list[Call]]:
@@ -448,6 +465,16 @@ def _resources(calls: list[Call], caller: Caller, recent: RecentAccesses, watch:
     return LazyResources(make)
 
 
+def _data_resources(calls: list[Call], caller: Caller) -> Resources:
+    def make() -> Resources:
+        from kvcm.service.rest.app import RestApp
+        from kvcm.service.rest.residency_resource import ScoreResource
+
+        return RestApp(calls, caller, __version__, kinds=[ScoreResource])
+
+    return LazyResources(make)
+
+
 def _console(resources: Resources, caller: Caller) -> Resources:
     def make() -> Resources:
         from kvcm.console.app import ConsoleApp
@@ -514,7 +541,20 @@ def _data_calls(
         assignment=assignment,
     )
     pins, pools = PinApi(components.cache, limits), PoolApi(components.registry, components.storages)
-    return [*meta.calls(), *pins.calls(), *pools.calls()]
+    residency = ResidencyApi(
+        components.cache, components.residency, limits, costs=_costs(components.settings), assignment=assignment
+    )
+    events = EventReportApi(components.cache, components.registry, components.residency, limits)
+    return [*meta.calls(), *events.calls(), *pins.calls(), *pools.calls(), *residency.calls()]
+
+
+def _costs(settings: Settings) -> Costs:
+    return Costs(
+        compute_tokens_per_second=settings.compute_tokens_per_second,
+        host_bytes_per_second=settings.host_bytes_per_second,
+        disk_bytes_per_second=settings.disk_bytes_per_second,
+        storage_bytes_per_second=settings.storage_bytes_per_second,
+    )
 
 
 def _admin_calls(

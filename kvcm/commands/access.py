@@ -114,6 +114,7 @@ _VERBS: Mapping[str, access_pb.EngineVerb] = {
     "remove": access_pb.REMOVE,
     "pin": access_pb.PIN,
     "report": access_pb.REPORT,
+    "score": access_pb.SCORE,
 }
 KeyId = Annotated[
     str, typer.Argument(metavar="KEY_ID", help="Id of the key, as `kvcm key list` shows it.", autocompletion=key_ids)

@@ -62,12 +62,22 @@ class Prompt:
             InvalidArgumentError: not exactly one of the options is given, it holds no numbers, or there is no block.
             OSError: the file cannot be read.
         """
+        name, values = self.values()
+        return values if name == "block_keys" else _keys_of_tokens(values, block_size)
+
+    def values(self) -> tuple[str, list[int]]:
+        """Return the given field, `block_keys` or `token_ids`, and its values.
+
+        Raises:
+            InvalidArgumentError: not exactly one of the options is given, or it holds no numbers.
+            OSError: the file cannot be read.
+        """
         given = {name: value for name, value in self._texts().items() if value}
         if len(given) != 1:
             raise InvalidArgumentError(f"give one of --tokens, --tokens-file, --keys and --keys-file, not {len(given)}")
         ((name, text),) = given.items()
-        values = numbers(f"--{name}", _read(text) if name.endswith("-file") else text)
-        return values if name.startswith("keys") else _keys_of_tokens(values, block_size)
+        field = "block_keys" if name.startswith("keys") else "token_ids"
+        return field, numbers(f"--{name}", _read(text) if name.endswith("-file") else text)
 
     def _texts(self) -> dict[str, str]:
         return {"tokens": self.tokens, "tokens-file": self.tokens_file, "keys": self.keys, "keys-file": self.keys_file}

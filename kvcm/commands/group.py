@@ -46,7 +46,9 @@ _DEFAULT_HIGH = 0.8
 _DEFAULT_DELAY_MS = 1000
 _POLICIES = ("leaf_lru", "lru", "lfu", "lfu_aging", "ttl", "fifo", "sieve", "s3fifo")
 _SHARES = ("group_lru", "proportional", "fixed")
-_TYPES = {each.kind: each for each in StorageType if each is not StorageType.ST_UNSPECIFIED}
+_TYPES = {
+    each.kind: each for each in StorageType if each is not StorageType.ST_UNSPECIFIED and not each.is_event_report
+}
 _PREFERENCES = {
     name.removeprefix("CPS_").lower().replace("_", "-"): name
     for name, number in pb.CachePreferStrategy.items()
@@ -134,6 +136,18 @@ class GroupOptions:
         typer.Option("--prefer", metavar="NAME", help=f"Which type gets new blocks: {', '.join(_PREFERENCES)}."),
     ] = None
     user_data: Annotated[str | None, typer.Option("--user-data", metavar="TEXT", help="Free text.")] = None
+    reports: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--event-report-storage",
+            metavar="NAME",
+            help="An event report storage whose reporters its instances have; repeatable. Replaces the list.",
+            autocompletion=storage_names,
+        ),
+    ] = None
+    extra_info: Annotated[
+        str | None, typer.Option("--extra-info", metavar="TEXT", help="Text for clients, which registrations answer.")
+    ] = None
 
     def write(self, group: pb.InstanceGroup) -> None:
         """Write the given options into a group.
@@ -152,6 +166,10 @@ class GroupOptions:
             group.cache_config.MergeFrom(pb.CacheConfig(data_storage_strategy=_PREFERENCES[name]))
         if self.user_data is not None:
             group.user_data = self.user_data
+        if self.reports:
+            group.event_report_storage_candidates[:] = self.reports
+        if self.extra_info is not None:
+            group.extra_info = self.extra_info
 
     def _write_limits(self, group: pb.InstanceGroup) -> None:
         if self.quota is not None:
@@ -265,11 +283,10 @@ def group_usage(
 def list_groups(connection: Connection, as_json: AsJson = False) -> None:
     """List the groups and what they may use; `kvcm group usage` shows what they use."""
     with exit_on_call_errors():
-        request = group_pb.ListInstanceGroupRequest()
-        answer = connection.admin().call("ListInstanceGroup", request, group_pb.ListInstanceGroupResponse)
-        groups = [read(InstanceGroup, each) for each in answer.instance_groups]
+        messages = connection.admin().groups()
+        groups = [read(InstanceGroup, each) for each in messages]
     if as_json:
-        print_json({"groups": [plain(each) for each in answer.instance_groups]})
+        print_json({"groups": [plain(each) for each in messages]})
         return
     columns = ("group", "storages", "quota", "evict above", "policy", "global quota", "pin budget", "version")
     rows = (
@@ -337,7 +354,9 @@ def _fields(group: InstanceGroup, store: str = "") -> list[tuple[str, str]]:
         ("instances apart", ", ".join(each.instance_id for each in strategy.instance_overrides) or "none"),
         ("most instances", str(group.max_instance_count or "no limit")),
         ("most blocks of one", str(group.cache_config.meta_indexer_config.max_key_count or "default")),
+        *([("reports on", ", ".join(reports))] if (reports := group.event_report_storage_candidates) else []),
         ("user data", group.user_data),
+        *([("extra info", group.extra_info)] if group.extra_info else []),
         ("version", str(group.version)),
     ]
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import typer
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import Int64Value
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
@@ -175,7 +176,7 @@ def _plain_field(field: Any, value: Any) -> Any:
 
 def _plain_value(field: Any, value: Any) -> Any:
     if field.message_type is not None:
-        return plain(value)
+        return value.value if isinstance(value, Int64Value) else plain(value)
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(value)
         return known.name if known is not None else value

@@ -29,6 +29,7 @@ from kvcm.commands.output import (
     spinner,
 )
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.storages import StorageType
 from kvcm.model.units import format_size, parse_size
 from kvcm.protocol import admin_service_pb2 as admin_pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
@@ -236,6 +237,7 @@ def collect_garbage(
 
 # Configuration: `kvcm storage show`, `add` and `update`.
 
+_REPORTS = [each for each in StorageType if each.is_event_report]
 _SPECS = {
     "file": "nfs",
     "hf3fs": "threefs",
@@ -243,6 +245,7 @@ _SPECS = {
     "mooncake": "mooncake",
     "pace": "tair_mem_pool",
     "dummy": "dummy",
+    **{each.kind: "event_report" for each in _REPORTS},
 }
 _HELD_BY = {field: kind for kind, field in _SPECS.items()}
 _NUMBERS = {
@@ -282,7 +285,7 @@ def show_storage(connection: Connection, name: Name, as_json: AsJson = False) ->
     print_fields(
         [
             ("name", config.global_unique_name),
-            ("type", _HELD_BY.get(kind, kind)),
+            ("type", StorageType(config.storage_type).kind if config.storage_type else _HELD_BY.get(kind, kind)),
             *((field, str(value)) for field, value in spec.items()),
             ("capacity", format_size(config.capacity_bytes) if config.capacity_bytes else "no limit"),
             ("evict above", "never" if config.used_percentage > 1 else f"{100 * (config.used_percentage or 0.9):g} %"),
@@ -296,7 +299,12 @@ def add_storage(
     connection: Connection,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of letters, digits, '.', '_' and '-'; not taken yet.")],
     kind: Annotated[
-        str, typer.Option("--type", metavar="TYPE", help="file, hf3fs, vcns_hf3fs, mooncake, pace or dummy.")
+        str,
+        typer.Option(
+            "--type",
+            metavar="TYPE",
+            help="file, hf3fs, vcns_hf3fs, mooncake, pace, dummy, event_report_l1p5 or event_report_l2.",
+        ),
     ],
     root: Annotated[
         str, typer.Option("--root", metavar="PATH", help="file and dummy: the directory that all engines have mounted.")
@@ -306,7 +314,7 @@ def add_storage(
     mark: Watermark = None,
     check: Check = None,
 ) -> None:
-    """Add a storage; groups use it when it is among their candidates.
+    """Add a storage; groups use it when it is among their candidates, or those for reports.
 
     3FS needs --set mountpoint=… --set root_dir=…; mooncake local_hostname, metadata_connstring, protocol and
     master_service_entry; a memory pool (pace) node_id and capacity_bytes.
@@ -361,6 +369,8 @@ def _spec_of(config: admin_pb.StorageConfig, kind: str) -> Message:
         raise InvalidArgumentError(f"--type is {kind!r}, must be one of {', '.join(_SPECS)}")
     spec: Message = getattr(config, _SPECS[kind])
     spec.SetInParent()
+    if StorageType.of_kind(kind).is_event_report:  # of others the spec says the type
+        config.MergeFrom(admin_pb.StorageConfig(storage_type=StorageType.of_kind(kind).name))
     return spec
 
 

@@ -26,7 +26,6 @@ from kvcm.model.storages import (
 )
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
-from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.protocol.kvcm.v1 import insight_service_pb2 as insight_pb
 from kvcm.registry.without_effect import group_values_without_effect, storage_values_without_effect
 from kvcm.service.translate import read, storage_of
@@ -228,7 +227,6 @@ def _storages(client: AdminClient, *, is_here: bool) -> Iterator[Finding]:
 def _without_effect(client: AdminClient) -> Iterator[Finding]:
     """Yield the stored values that have no effect."""
     storages = client.call("ListStorage", pb.ListStorageRequest(), pb.ListStorageResponse)
-    groups = client.call("ListInstanceGroup", group_pb.ListInstanceGroupRequest(), group_pb.ListInstanceGroupResponse)
     sentences = [
         f"storage {config.global_unique_name}: {text}"
         for config in map(storage_of, storages.storage)
@@ -236,7 +234,7 @@ def _without_effect(client: AdminClient) -> Iterator[Finding]:
     ]
     sentences += [
         f"group {message.name}: {text}"
-        for message in groups.instance_groups
+        for message in client.groups()
         for text in group_values_without_effect(read(InstanceGroup, message))
     ]
     for sentence in sentences:

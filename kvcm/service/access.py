@@ -123,6 +123,9 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "RemoveCache": _on_instance(Verb.REMOVE),
         "TrimCache": _on_instance(Verb.REMOVE),
         "GetClusterInfo": _ANY_PRINCIPAL,
+        "ReportEvent": _on_instance(Verb.WRITE, Verb.REPORT),
+        "GetHostCacheState": _on_instance(Verb.MATCH, Verb.SCORE),
+        "GetCacheLocationsByBackend": _on_instance(Verb.MATCH, Verb.SCORE),
     },
     "kvcm.v1.LeaseService": {
         "RenewReadLease": _on_instance(Verb.MATCH),
@@ -134,6 +137,11 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "UnpinPrefix": _on_instance(Verb.PIN),
         "ListPins": _on_instance(Verb.PIN, Verb.VIEW),
         "ReportMissing": _on_instance(Verb.MATCH, Verb.REPORT),  # it is readers that find out
+    },
+    "kvcm.v1.ResidencyService": {
+        "ReportResidency": _on_instance(Verb.WRITE, Verb.REPORT),
+        "Score": _on_instance(Verb.SCORE),
+        "ListReporters": _on_instance(Verb.SCORE, Verb.VIEW),
     },
     # A node's agent speaks for memory that all groups use.
     "kvcm.v1.PoolService": {"ReportPool": _everywhere(Verb.WRITE)},
@@ -149,6 +157,7 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "UpdateInstanceGroup": _ADMINISTER,
         "RemoveInstanceGroup": _ADMINISTER,
         "GetInstanceGroup": _on_group("name", Verb.VIEW),
+        "ListInstanceGroup": _VIEW,
         "GetCacheMeta": _on_instance(Verb.MATCH),
         "RemoveCache": _on_instance(Verb.REMOVE),
         "RegisterInstance": _REGISTER,

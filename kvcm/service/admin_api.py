@@ -56,6 +56,7 @@ _ANY_NODE = {
 _ANSWERS = {
     "ListStorage": pb.ListStorageResponse,
     "GetInstanceGroup": pb.GetInstanceGroupResponse,
+    "ListInstanceGroup": pb.ListInstanceGroupResponse,
     "GetCacheMeta": pb.GetCacheMetaResponse,
     "GetInstanceInfo": pb.GetInstanceInfoResponse,
     "ListInstanceInfo": pb.ListInstanceInfoResponse,
@@ -121,6 +122,7 @@ class AdminApi:
             "UpdateInstanceGroup": self.update_group,
             "RemoveInstanceGroup": self.remove_group,
             "GetInstanceGroup": self.get_group,
+            "ListInstanceGroup": self.list_groups,
             "GetCacheMeta": self._blocks.get_cache_meta,
             "RemoveCache": self._blocks.remove_cache,
             "RegisterInstance": self.register_instance,
@@ -153,8 +155,12 @@ class AdminApi:
             )
             for name, handler in handlers.items()
         ]
-        list_group = (group_pb.ListInstanceGroupRequest, group_pb.ListInstanceGroupResponse, self.list_groups)
-        return [*calls, Call(_GROUP, "ListInstanceGroup", Plane.ADMIN, *list_group)]
+        # Ours is older than the original's call of that name, to which clients of the original expect the path to lead.
+        types = (group_pb.ListInstanceGroupRequest, group_pb.ListInstanceGroupResponse)
+        ours = Call(
+            _GROUP, "ListInstanceGroup", Plane.ADMIN, *types, self.list_own_groups, http_name="listInstanceGroups"
+        )
+        return [*calls, ours]
 
     async def add_storage(self, request: Any) -> Reply:
         """Add and open a storage."""
@@ -210,13 +216,11 @@ class AdminApi:
         return self._group_reply(group)
 
     def _group_reply(self, group: InstanceGroup) -> Reply:
-        known = {config.global_unique_name for config in self._registry.storages.existing(group.storage_candidates)}
-        unknown = [name for name in group.storage_candidates if name not in known]
         remarks = []
-        if unknown:
-            remarks.append(
-                f"warning: storage_candidates {unknown} do not exist and count as absent until they are added"
-            )
+        for field in ("storage_candidates", "event_report_storage_candidates"):
+            unknown = [name for name in getattr(group, field) if self._registry.storages.find(name) is None]
+            if unknown:
+                remarks.append(f"warning: {field} {unknown} do not exist and count as absent until they are added")
         if warning := warning_of(group_values_without_effect(group)):
             remarks.append(warning)
         return _reply_with("; ".join(remarks))
@@ -236,10 +240,19 @@ class AdminApi:
 
     async def list_groups(self, _request: Any) -> Reply:
         """List all instance groups by name."""
-        message = group_pb.ListInstanceGroupResponse()
-        for group in self._registry.groups.all():
-            fill(message.instance_groups.add(), redacted_for_principal(group))
+        message = pb.ListInstanceGroupResponse()
+        self._fill_groups(message.instance_group)
         return Reply(message)
+
+    async def list_own_groups(self, _request: Any) -> Reply:
+        """Do the same for our own call."""
+        message = group_pb.ListInstanceGroupResponse()
+        self._fill_groups(message.instance_groups)
+        return Reply(message)
+
+    def _fill_groups(self, messages: Any) -> None:
+        for group in self._registry.groups.all():
+            fill(messages.add(), redacted_for_principal(group))
 
     async def register_instance(self, request: Any) -> Reply:
         """Register an instance."""

@@ -14,6 +14,7 @@ from kvcm.model.principals import call_context
 from kvcm.reclaim.deletion_executor import DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.residency.residency import ReporterState, Residency
 from kvcm.service.alerts import (
     RECENT_SECONDS,
     Alert,
@@ -99,6 +100,7 @@ class AlertSources:
         store_health: faults of the store beside that.
         group_stores: metadata stores of groups, None where there is one.
         shortage: returns why the store refuses changes for lack of space, "" while it does not.
+        residency: reports of engines to this manager, None without any.
     """
 
     cache: CacheManager
@@ -113,6 +115,7 @@ class AlertSources:
     store_health: Callable[[], StoreHealth] = StoreHealth
     shortage: Callable[[], str] = str
     group_stores: GroupStoreView | None = None
+    residency: Residency | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,7 @@ class AlertWatch:
             block_stores=stores.troubles() if stores is not None else {},
             failing_moves=stores.failing_moves() if stores is not None else (),
             dropped_accesses=self._dropped.growth({"": sources.cache.accesses.dropped})[""],
+            quiet_engines=_quiet_engines(sources.residency) if sources.residency is not None else {},
         )
 
     def _deleting(self) -> Mapping[str, Mapping[str, int]]:
@@ -286,3 +290,13 @@ class AlertWatch:
 
 def _evaluate(facts: AlertInputs) -> list[Alert]:
     return [*group_alerts(facts), *storage_alerts(facts), *cluster_alerts(facts)]
+
+
+def _quiet_engines(residency: Residency) -> Mapping[str, Sequence[str]]:
+    """Return the addresses of engines of which a rank is quiet, by instance."""
+    found = {}
+    for each in residency.instances():
+        if ReporterState.QUIET in each.states():  # the list of reporters counts the blocks of each
+            quiet = (status.engine for status in each.reporters() if status.state is ReporterState.QUIET)
+            found[each.instance.instance_id] = list(dict.fromkeys(engine.address for engine in quiet))
+    return found

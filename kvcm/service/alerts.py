@@ -127,6 +127,7 @@ class AlertInputs:
         block_stores: why further metadata stores are not as they should be, by name.
         failing_moves: of instances to another metadata store.
         dropped_accesses: reads that lately could not be written down.
+        quiet_engines: addresses of engines that report their memory no more, by instance.
     """
 
     now: float
@@ -152,6 +153,7 @@ class AlertInputs:
     block_stores: Mapping[str, str] = field(default_factory=dict)
     failing_moves: Sequence[BlockMove] = ()
     dropped_accesses: int = 0
+    quiet_engines: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 # Numbers as people read them, in sentences.
@@ -714,11 +716,12 @@ def _of_usage(facts: AlertInputs, storage: StorageUsage) -> Iterator[Alert]:
         )
 
 
-# Alerts of managers and their shared state: leadership, the store, sessions, certificates, the loop.
+# Alerts of managers and their shared state: leadership, the store, sessions, certificates, quiet engines, the loop.
 
 _MAX_LOOP_LAG_SECONDS = 0.1
 _CERTIFICATE_SECONDS = 14 * 86_400
 _URGENT_SECONDS = 2 * 86_400
+_MAX_NAMED = 3  # instances, and engines of each
 
 
 def cluster_alerts(facts: AlertInputs) -> Iterator[Alert]:
@@ -727,6 +730,7 @@ def cluster_alerts(facts: AlertInputs) -> Iterator[Alert]:
     yield from _of_store(facts)
     yield from _of_sessions(facts)
     yield from _of_certificates(facts)
+    yield from _of_engines(facts)
     if facts.lag_seconds > _MAX_LOOP_LAG_SECONDS:
         yield Alert(
             name="KvcmLoopLag",
@@ -886,3 +890,31 @@ def _of_certificates(facts: AlertInputs) -> Iterator[Alert]:
             reason="It was not replaced yet.",
             advice="Put another one in its place: the manager reloads it by itself.",
         )
+
+
+def _of_engines(facts: AlertInputs) -> Iterator[Alert]:
+    """Yield one alert for all instances: what an engine that crashed leaves behind is the same for each."""
+    quiet = {instance: engines for instance, engines in sorted(facts.quiet_engines.items()) if engines}
+    if not quiet:
+        return
+    count = sum(map(len, quiet.values()))
+    clauses = [f"instance {name}: {_names_text(engines)}" for name, engines in [*quiet.items()][:_MAX_NAMED]]
+    more = len(quiet) - len(clauses)
+    listed = "; ".join(clauses) + (f"; and {count_text(more, 'more instance')}" if more else "")
+    yield Alert(
+        name="KvcmEngineQuiet",
+        severity=Severity.ALERT_TICKET,
+        subject_kind=SubjectKind.MANAGER,
+        subject_name=facts.node_id,
+        summary=f"{count_text(count, 'engine')} went quiet: manager {facts.node_id} gets no reports of their memory.",
+        reason=f"{sentence(listed)} Scores of prompts do not count their blocks.",
+        advice=(
+            "Check that the engine and its `kvcm-subscriber` run, and that they reach this manager. An engine that is "
+            "gone for good is forgotten by itself after ten timeouts (kvcm.residency.timeout_ms)."
+        ),
+    )
+
+
+def _names_text(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMED
+    return join_clauses([*names[:_MAX_NAMED], *([f"{more:,} more"] if more > 0 else [])])

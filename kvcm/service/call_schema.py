@@ -15,7 +15,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from kvcm import __version__
 from kvcm.service.calls import Call
 from kvcm.service.http_server import Page, PageRequest
-from kvcm.service.json_codec import is_own
+from kvcm.service.json_codec import INT64_VALUE, is_own
 
 __all__ = ["OPENAPI_PATH", "CallsPage", "document_of"]
 
@@ -79,7 +79,7 @@ def _operation(call: Call, schemas: dict[str, _Json]) -> _Json:
     asked: Any = call.request_type.DESCRIPTOR
     answered = {"schema": _ResponseSchemas(schemas).reference(call.response_type.DESCRIPTOR)}
     return {
-        "operationId": call.name,
+        "operationId": _operation_id(call),
         "tags": [call.service],
         "description": f"{call.service}.{call.name}",
         "requestBody": {
@@ -91,6 +91,12 @@ def _operation(call: Call, schemas: dict[str, _Json]) -> _Json:
             **{status: _refusal(status, text) for status, text in _REFUSALS.items()},
         },
     }
+
+
+def _operation_id(call: Call) -> str:
+    """Return a name that no other call of the port has, which services may have in common."""
+    last = call.path.rpartition("/")[2]
+    return f"{last[0].upper()}{last[1:]}"
 
 
 def _refusal(status: str, text: str) -> _Json:
@@ -119,10 +125,14 @@ class _ResponseSchemas:
         return {"type": "object", "properties": properties, **({"required": always} if always else {})}
 
     def _field(self, field: FieldDescriptor) -> _Json:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            return {"type": "object", "additionalProperties": self._single(field.message_type.fields_by_name["value"])}
         single = self._single(field)
         return {"type": "array", "items": single} if field.is_repeated else single
 
     def _single(self, field: FieldDescriptor) -> _Json:
+        if field.message_type is not None and field.message_type.full_name == INT64_VALUE:
+            return self._scalar(FieldDescriptor.TYPE_INT64)
         if field.message_type is not None:
             return self.reference(field.message_type)
         if field.enum_type is not None:
@@ -136,14 +146,16 @@ class _ResponseSchemas:
         match kind:
             case FieldDescriptor.TYPE_INT32:
                 return _integer(32)
-            case FieldDescriptor.TYPE_INT64:
+            case FieldDescriptor.TYPE_INT64 | FieldDescriptor.TYPE_SFIXED64:
                 return {"type": "string", "format": "int64", "pattern": "^-?(0|[1-9][0-9]{0,18})$"}
-            case FieldDescriptor.TYPE_FIXED64:
+            case FieldDescriptor.TYPE_FIXED64 | FieldDescriptor.TYPE_UINT64:
                 return {"type": "string", "format": "uint64", "pattern": "^(0|[1-9][0-9]{0,19})$"}
             case FieldDescriptor.TYPE_DOUBLE:
                 return {"anyOf": [{"type": "number"}, {"type": "string", "enum": _NON_FINITE}]}
             case FieldDescriptor.TYPE_BOOL:
                 return {"type": "boolean"}
+            case FieldDescriptor.TYPE_BYTES:
+                return {"type": "string", "contentEncoding": "base64"}
         return {"type": "string"}
 
 
@@ -173,9 +185,9 @@ class _RequestSchemas(_ResponseSchemas):
         match kind:
             case FieldDescriptor.TYPE_INT32:
                 return {"anyOf": [_integer(32), {"type": "string", "pattern": "^-?(0|[1-9][0-9]{0,8})$"}]}
-            case FieldDescriptor.TYPE_INT64:
+            case FieldDescriptor.TYPE_INT64 | FieldDescriptor.TYPE_SFIXED64:
                 return {"anyOf": [_integer(64), {"type": "string", "pattern": "^-?(0|[1-9][0-9]{0,17})$"}]}
-            case FieldDescriptor.TYPE_FIXED64:
+            case FieldDescriptor.TYPE_FIXED64 | FieldDescriptor.TYPE_UINT64:
                 number = {"type": "integer", "minimum": 0, "maximum": (1 << 64) - 1}
                 return {"anyOf": [number, {"type": "string", "pattern": "^(0|[1-9][0-9]{0,17})$"}]}
         return super()._scalar(kind)

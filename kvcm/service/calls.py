@@ -74,10 +74,14 @@ class Reply(NamedTuple):
     Attributes:
         message: the response; its header is filled by the caller.
         chunks: fields already encoded, tags included.
+        code: outcome for the header: not OK in an answer that says of each of several things what became of it.
+        text: message for the header, "" to leave it as it is.
     """
 
     message: Any
     chunks: Sequence[bytes] = ()
+    code: ErrorCode = ErrorCode.OK
+    text: str = ""
 
     def encoded(self) -> bytes:
         """Return the response's bytes."""
@@ -100,7 +104,7 @@ class Call:
 
     Attributes:
         service: full name of the gRPC service.
-        name: name of the rpc; the HTTP path is /api/<name with lower-case first letter>.
+        name: name of the rpc; the HTTP path is /api/<name with lower-case first letter>, unless `http_name` is given.
         plane: which port serves it.
         request_type: message class of the request.
         response_type: message class of the response, with a `header`.
@@ -108,6 +112,7 @@ class Call:
         leader_only: whether a manager that must lead to serve refuses it while it does not.
         per_instance: whether its metrics carry the instance.
         is_traced: whether its request has a `trace_id`, and the answer a request id made of it.
+        http_name: last part of the HTTP path where another call of the same port has that of the name.
     """
 
     service: str
@@ -119,11 +124,12 @@ class Call:
     leader_only: bool = True
     per_instance: bool = False
     is_traced: bool = True
+    http_name: str = ""
 
     @property
     def path(self) -> str:
         """HTTP path."""
-        return f"/api/{self.name[0].lower()}{self.name[1:]}"
+        return f"/api/{self.http_name or self.name[0].lower() + self.name[1:]}"
 
 
 class Arrival(NamedTuple):
@@ -372,7 +378,7 @@ class Caller:
             if is_long:
                 run = self.admission.within_budget(run)
             reply = await (run if timing is None else timing.measure(run))
-            code, text = ErrorCode.OK, ""
+            code, text = reply.code, reply.text
         except (RejectedError, asyncio.CancelledError) as error:
             text = str(error) if isinstance(error, RejectedError) else "the client went away"
             outcome = Outcome(ErrorCode.UNSPECIFIED, text, time.perf_counter() - start, labels)

@@ -27,7 +27,7 @@ from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
 from kvcm.registry.config_snapshots import AccountEntry, ConfigChange, ConfigSnapshots, Configuration, located
 from kvcm.registry.secrets import redacted
 from kvcm.service.calls import Reply
-from kvcm.service.json_codec import MAX_DEPTH, MalformedBody, integers_as_text, parse_request
+from kvcm.service.json_codec import INT64_VALUE, MAX_DEPTH, MalformedBody, integers_as_text, parse_request
 from kvcm.service.request_limits import MAX_SNAPSHOT_BYTES, RequestLimits, RequestSizes, check_text
 from kvcm.service.translate import fill, read, storage_of, write_storage
 
@@ -145,7 +145,7 @@ def _each(item: Any, path: str) -> Iterator[tuple[str, Any]]:
 def _check_value(value: Any, field: FieldDescriptor, path: str) -> None:
     if value is None:
         raise InvalidArgumentError(f"{path} is null: leave it out, or give a value")
-    if field.message_type is not None:
+    if field.message_type is not None and field.message_type.full_name != INT64_VALUE:
         _check_known(value, field.message_type, path)
     elif field.enum_type is not None and isinstance(value, str | int):
         known = {each.name: each.number for each in field.enum_type.values}

@@ -38,6 +38,7 @@ __all__ = [
     "ARRIVAL",
     "Headers",
     "HttpApp",
+    "HttpApplication",
     "HttpServer",
     "LazyResources",
     "LineStream",
@@ -508,6 +509,15 @@ def _empty_receive(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
+class HttpApplication(Protocol):
+    """What a listener serves: an ASGI application that may reject a request by its head."""
+
+    def check_head(self, scope: MutableMapping[str, Any]) -> bytes | None:
+        """Return the whole answer to a request that is rejected by its head; None if it is admitted."""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None: ...
+
+
 _CLOSE_SECONDS = 1
 _MAX_POLLS = 30  # for the first request of connections that have just come
 _POLL_SECONDS = 0.01
@@ -538,7 +548,10 @@ class HttpServer:
         self._limits = limits if limits is not None else ConnectionLimits()
         self._tls = tls
         self._secure: TlsListener | None = None
-        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        # asyncio's own loop sends small answers at once (TCP_NODELAY) only where the socket names its protocol; uvloop
+        # always does.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((host, port))
@@ -551,7 +564,7 @@ class HttpServer:
         self._watch: asyncio.Task[None] | None = None
         self._late: list[asyncio.Task[Any]] = []
 
-    async def start(self, app: HttpApp) -> None:
+    async def start(self, app: HttpApplication) -> None:
         """Begin to serve; returns when requests are accepted."""
         config = uvicorn.Config(
             app,

@@ -15,12 +15,13 @@ import asyncio
 import json
 import math
 import re
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 import msgspec
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -32,6 +33,7 @@ from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.calls import Reply
 
 __all__ = [
+    "INT64_VALUE",
     "MAX_DEPTH",
     "LocationTexts",
     "MalformedBody",
@@ -74,6 +76,8 @@ MAX_DEPTH = 100
 """Objects and arrays that may be nested in a body; the contract itself needs fewer than 10."""
 M = TypeVar("M", bound=Message)
 _OWN_PACKAGE = "kvcm.v1"
+INT64_VALUE: Final = "google.protobuf.Int64Value"
+"""Full name of the message that makes a number unset or set; JSON has the number alone."""
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _MAX_DIGITS = 20  # of a number of 64 bits
@@ -233,19 +237,38 @@ class _Field:
     plain: type | None
     convert: Callable[[Any], Any] | None
     show: Callable[[Any], Any] | None
+    is_map: bool = False
+    is_wrapper: bool = False
 
     def read(self, message: Message, item: Any) -> None:
         """Sets the field from a decoded value that is not null."""
         if self.oneof is not None and (other := message.WhichOneof(self.oneof)) is not None:
             raise _WrongValueError(f"excludes {other}, which is given too")
-        if self.is_repeated:
+        if self.is_map:
+            self._read_map(getattr(message, self.name), item)
+        elif self.is_repeated:
             self._read_array(getattr(message, self.name), item)
         elif self.convert is None:
             part = getattr(message, self.name)
             part.SetInParent()
             _fill(part, item)
+        elif self.is_wrapper:
+            part = getattr(message, self.name)
+            part.SetInParent()  # a wrapped 0 is not the same as none
+            part.value = self.convert(item)
         elif (value := self.convert(item)) is not None:
             setattr(message, self.name, value)
+
+    def _read_map(self, container: Any, items: Any) -> None:
+        assert self.convert is not None
+        if type(items) is not dict:
+            raise _unexpected("an object", items)
+        for key, item in items.items():
+            try:
+                container[_string(key)] = self.convert(item)
+            except _WrongValueError as wrong:
+                wrong.path.append(f"[{key!r:.80}]")
+                raise
 
     def _read_array(self, container: Any, items: Any) -> None:
         if type(items) is not list:
@@ -287,15 +310,27 @@ def _fields(descriptor: Descriptor) -> tuple[_Field, ...]:
     return tuple(_field(field) for field in descriptor.fields)
 
 
+# Earlier spellings of the original, which clients of that time send.
+_OLD_KEYS = {
+    "kv_cache_manager.proto.admin.InstanceGroup": {
+        "event_reporting_storage_candidates": "event_report_storage_candidates",
+        "eventReportingStorageCandidates": "event_report_storage_candidates",
+    },
+}
+
+
 @cache
 def _fields_by_key(descriptor: Descriptor) -> dict[str, _Field]:
     """The fields under both spellings of their names."""
     camel = {source.json_name: field for source, field in zip(descriptor.fields, _fields(descriptor), strict=True)}
-    return camel | {field.name: field for field in _fields(descriptor)}
+    found = camel | {field.name: field for field in _fields(descriptor)}
+    return found | {key: found[name] for key, name in _OLD_KEYS.get(descriptor.full_name, {}).items()}
 
 
 def _field(source: FieldDescriptor) -> _Field:
-    plain, convert, show = _kind(source)
+    if source.message_type is not None and source.message_type.GetOptions().map_entry:
+        return _map_field(source)
+    plain, convert, show = (None, _int64, _shown_wrapper) if _is_wrapper(source) else _kind(source)
     oneof = source.containing_oneof.name if source.containing_oneof else None
     return _Field(
         name=source.name,
@@ -305,36 +340,52 @@ def _field(source: FieldDescriptor) -> _Field:
         plain=plain,
         convert=convert,
         show=show,
+        is_wrapper=_is_wrapper(source),
     )
 
 
-def _kind(source: FieldDescriptor) -> tuple[type | None, Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-    """The Python type that needs no conversion, how to convert others, how to print."""
-    match source.type:
-        case FieldDescriptor.TYPE_INT32:
-            return int, _int32, None
-        case FieldDescriptor.TYPE_INT64:
-            return int, _int64, str
-        case FieldDescriptor.TYPE_FIXED64:
-            return int, _fixed64, str
-        case FieldDescriptor.TYPE_STRING:
-            return str, _string, None
-        case FieldDescriptor.TYPE_BOOL:
-            return bool, _bool, None
-        case FieldDescriptor.TYPE_DOUBLE:
-            return None, _double, _shown_double
-        case FieldDescriptor.TYPE_ENUM if source.enum_type is not None:
-            return None, _enum_reader(source.enum_type, is_own(source.containing_type)), _enum_printer(source.enum_type)
-        case FieldDescriptor.TYPE_MESSAGE:
-            return None, None, integers_as_text
-    raise TypeError(f"{source.full_name} has a type that the contract did not use so far")
+def _map_field(source: FieldDescriptor) -> _Field:
+    assert source.message_type is not None
+    key, value = source.message_type.fields
+    if key.type != FieldDescriptor.TYPE_STRING or value.type != FieldDescriptor.TYPE_STRING:
+        raise TypeError(f"{source.full_name} is a map of a type that the contract did not use so far")
+    return _Field(
+        source.name,
+        is_repeated=False,
+        has_presence=False,
+        oneof=None,
+        plain=None,
+        convert=_string,
+        show=dict,
+        is_map=True,
+    )
+
+
+def _is_wrapper(source: FieldDescriptor) -> bool:
+    """Whether a field is a number that can be unset: JSON has the number alone."""
+    return source.message_type is not None and source.message_type.full_name == INT64_VALUE
+
+
+_Kind = tuple[type | None, Callable[[Any], Any] | None, Callable[[Any], Any] | None]
+"""The Python type that needs no conversion, how to convert others, how to print."""
+
+
+def _kind(source: FieldDescriptor) -> _Kind:
+    if source.enum_type is not None:
+        return None, _enum_reader(source.enum_type, is_own(source.containing_type)), _enum_printer(source.enum_type)
+    if source.message_type is not None:
+        return None, None, integers_as_text
+    kind = _SCALARS.get(source.type)
+    if kind is None:
+        raise TypeError(f"{source.full_name} has a type that the contract did not use so far")
+    return kind
 
 
 # ── Single values ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _INT32 = range(-(1 << 31), 1 << 31)
 _INT64 = range(-(1 << 63), 1 << 63)
-_FIXED64 = range(1 << 64)
+_UINT64 = range(1 << 64)
 _NAMES: dict[type, str] = {
     dict: "an object",
     list: "an array",
@@ -371,7 +422,28 @@ def _int64(value: Any) -> int:
 
 
 def _fixed64(value: Any) -> int:
-    return _integer(value, _FIXED64, "fixed64")
+    return _integer(value, _UINT64, "fixed64")
+
+
+def _uint64(value: Any) -> int:
+    return _integer(value, _UINT64, "uint64")
+
+
+def _sfixed64(value: Any) -> int:
+    return _integer(value, _INT64, "sfixed64")
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is not str:
+        raise _unexpected("a string in base64", value)
+    try:
+        return b64decode(value, validate=True)
+    except ValueError as error:
+        raise _WrongValueError(f"is not base64: {error}") from None
+
+
+def _shown_bytes(value: bytes) -> str:
+    return b64encode(value).decode()
 
 
 def _quoted_number(text: str) -> Decimal:
@@ -454,11 +526,28 @@ def integers_as_text(message: Message) -> dict[str, Any]:
     return values
 
 
+def _shown_wrapper(wrapper: Any) -> str:
+    return str(wrapper.value)
+
+
 def _shown_double(value: float) -> float | str:
     """JSON has no numbers for these three; proto3 JSON writes their names."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+_SCALARS: Final[dict[int, _Kind]] = {
+    FieldDescriptor.TYPE_INT32: (int, _int32, None),
+    FieldDescriptor.TYPE_INT64: (int, _int64, str),
+    FieldDescriptor.TYPE_FIXED64: (int, _fixed64, str),
+    FieldDescriptor.TYPE_UINT64: (int, _uint64, str),
+    FieldDescriptor.TYPE_SFIXED64: (int, _sfixed64, str),
+    FieldDescriptor.TYPE_STRING: (str, _string, None),
+    FieldDescriptor.TYPE_BYTES: (None, _bytes, _shown_bytes),
+    FieldDescriptor.TYPE_BOOL: (bool, _bool, None),
+    FieldDescriptor.TYPE_DOUBLE: (None, _double, _shown_double),
+}
 
 
 def _enum_printer(enum: EnumDescriptor) -> Callable[[int], str | int]:
@@ -514,11 +603,12 @@ async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:
     """Print an answer as one line of JSON in UTF-8, giving way to other requests where it is long.
 
     Args:
-        reply: the answer; its encoded fields are entries of `locations`, and its message has no others.
+        reply: the answer; where its message has `locations`, its encoded fields are their entries, and there are no
+            others.
         texts: of locations.
     """
-    if not reply.chunks:
-        return print_response(reply.message)
+    if not reply.chunks or _FIELD not in reply.message.DESCRIPTOR.fields_by_name:
+        return print_response(reply.complete())
     printed: list[bytes] = []
     most = min(_BATCH_LOCATIONS, 1 + _BATCH_BYTES // len(reply.chunks[0]))  # those of one answer are alike
     for start in range(0, len(reply.chunks), most):

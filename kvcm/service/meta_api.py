@@ -32,7 +32,7 @@ from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill, instance_of
 from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
 
-__all__ = ["BlockCalls", "MetaApi", "RequestEvents", "block_keys_of"]
+__all__ = ["BlockCalls", "MetaApi", "RequestEvents", "block_keys_of", "mask_of", "node_endpoint"]
 
 # Calls about blocks that the meta and the admin package share: GetCacheMeta and RemoveCache.
 
@@ -87,7 +87,7 @@ class BlockCalls:
         """Answer GetCacheMeta: one entry per unmasked key; all locations of a key are in its meta text."""
         cache = self._cache.cache(request.instance_id)
         keys = await block_keys_of("GetCacheMeta", request, cache.instance)
-        blocks = await self._cache.metas(cache, keys, _mask_of(request, "block_mask"))
+        blocks = await self._cache.metas(cache, keys, mask_of(request, "block_mask"))
         message = self._meta_response()
         for page in batches(blocks, _TEXT_BATCH):
             message.metas.extend([_meta_text(block, request.detail_level) for block in page])
@@ -99,7 +99,7 @@ class BlockCalls:
         """Answer RemoveCache."""
         cache = self._cache.cache(request.instance_id)
         keys = await block_keys_of("RemoveCache", request, cache.instance)
-        await self._cache.remove(cache, keys, _mask_of(request, "block_mask"))
+        await self._cache.remove(cache, keys, mask_of(request, "block_mask"))
         return Reply(self._common_response())
 
 
@@ -216,7 +216,8 @@ _MAX_SPECS = 1024  # of one location; more than any model has
 _MAX_REPLICAS = 16  # each further one costs the bytes of the block once more
 
 
-def _node_endpoint(endpoint: Endpoint) -> pb.MetaNodeEndpoint:
+def node_endpoint(endpoint: Endpoint) -> pb.MetaNodeEndpoint:
+    """Return where a manager is, as clients of the data plane learn it."""
     return pb.MetaNodeEndpoint(
         node_id=endpoint.node_id,
         host=endpoint.host,
@@ -260,7 +261,7 @@ class MetaApi:
     def calls(self) -> list[Call]:
         """Return every call of the data plane."""
 
-        def meta(name: str, request: type[Any], response: type[Any], handler: Any, **options: bool) -> Call:
+        def meta(name: str, request: type[Any], response: type[Any], handler: Any, **options: Any) -> Call:
             return Call(
                 service=_META,
                 name=name,
@@ -330,7 +331,8 @@ class MetaApi:
         return Reply(
             pb.RegisterInstanceResponse(
                 storage_configs=storage_configs_json(storages),
-                preferred_managers=map(_node_endpoint, self._assignment.managers_of(instance.instance_id)),
+                extra_info=group.extra_info if group is not None else "",
+                preferred_managers=map(node_endpoint, self._assignment.managers_of(instance.instance_id)),
             )
         )
 
@@ -347,7 +349,7 @@ class MetaApi:
         lease_ms = request.read_lease_ms
         if not 0 <= lease_ms <= MAX_LEASE_MS:
             raise InvalidArgumentError(f"read_lease_ms is {lease_ms}, must be from 0 (none) to {MAX_LEASE_MS}")
-        mask = _mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
+        mask = mask_of(request, "block_mask") if request.HasField("block_mask") else NO_MASK
         mode = _MODE_OF_TYPE.get(request.query_type) or _match_mode(request)
         spec_names = request.location_spec_names
         query = MatchQuery(
@@ -366,7 +368,7 @@ class MetaApi:
             message.read_lease_id = lease.id
             message.read_lease_deadline_ms = int(lease.deadline * 1000)
         if (other := self._assignment.other_manager(request.instance_id)) is not None:
-            message.preferred_manager.CopyFrom(_node_endpoint(other))
+            message.preferred_manager.CopyFrom(node_endpoint(other))
         if not request.peek:  # a peek is no access
             self._events.on_read(request, query, found)
         return Reply(message, found.chunks)
@@ -412,7 +414,7 @@ class MetaApi:
         cache = self._cache.cache(request.instance_id)
         if not request.write_session_id or not request.HasField("success_blocks"):
             _reject_incomplete_finish(request)
-        success = _mask_of(request, "success_blocks")
+        success = mask_of(request, "success_blocks")
         retention = Retention(request.retention.priority, request.retention.ttl_seconds)
         locations = _LazyLocations(request.locations, self._limits.max_keys)
         finished = await self._cache.finish_write(cache, request.write_session_id, success, retention, locations)
@@ -443,9 +445,9 @@ class MetaApi:
             self_node_id=self._leadership.node_id, leader_node_id=self._leadership.leader_node_id
         )
         if (endpoint := self._leadership.leader_endpoint) is not None:
-            message.leader_endpoint.CopyFrom(_node_endpoint(endpoint))
+            message.leader_endpoint.CopyFrom(node_endpoint(endpoint))
         if request.instance_id:
-            message.preferred_managers.extend(map(_node_endpoint, self._assignment.managers_of(request.instance_id)))
+            message.preferred_managers.extend(map(node_endpoint, self._assignment.managers_of(request.instance_id)))
         return Reply(message)
 
     async def renew_lease(self, request: Any) -> Reply:
@@ -519,7 +521,7 @@ def _reject_incomplete_finish(request: Any) -> None:
     require(request.HasField("success_blocks"), "FinishWriteCache.success_blocks")
 
 
-def _mask_of(message: Any, field: str) -> BlockMask:
+def mask_of(message: Any, field: str) -> BlockMask:
     """Return the block mask in a field of a request."""
     if not message.HasField(field):
         return NO_MASK

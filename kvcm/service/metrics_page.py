@@ -307,7 +307,8 @@ class _StateMetrics:
             for place, size in places.items():
                 used[place.storage] += size
         backlogs = self._state.deletions.backlogs()
-        configured = {config.global_unique_name: config for config in self._state.registry.storages.all()}
+        storages = self._state.registry.storages.all()
+        configured = {config.global_unique_name: config for config in storages if not config.is_event_report}
         for name in sorted(configured.keys() | used.keys()):
             backlog = backlogs.get(name, Backlog())
             yield Reading(catalog.BACKEND_USED, used[name], (name,))

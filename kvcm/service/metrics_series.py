@@ -108,6 +108,8 @@ class CapacitySeries:
         if self._storages is None:
             return
         for config in self._registry.storages.all():
+            if config.is_event_report:  # it has no medium that is probed
+                continue
             name = config.global_unique_name
             health = self._storages.health(name) or _NOT_OPEN
             tags = (("storage", name), ("type", config.storage_type.kind))

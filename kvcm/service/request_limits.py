@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -182,9 +182,15 @@ MAX_TEXT_BYTES: Final = 1024
 MAX_FREE_TEXT_BYTES: Final = 1 << 16
 MAX_SNAPSHOT_BYTES: Final = 8 << 20
 """Of a whole configuration: some thousand instances."""
-_PER_KEY: Final = {"block_keys", "values", "location_spec_group_names", "locations", "parts"}
-_NAMES: Final = {"instance_id", "node_id", "owner", "location_spec_names", "location_spec_group_names"}
-_FREE_TEXTS: Final = {"extra", "user_data", "lora_name"}
+_PER_KEY: Final = {
+    *("block_keys", "values", "location_spec_group_names", "locations", "parts"),
+    *("block_cache_keys", "events", "blocks"),
+}
+_PER_KEY_IN: Final = {"kv_cache_manager.proto.meta.GetCacheLocationsByBackendRequest.location_spec_names"}
+_PACKED_KEYS: Final = {"added_keys", "removed_keys"}
+"""Their handler counts the keys of all of them together."""
+_NAMES: Final = {"instance_id", "engines", "node_id", "owner", "location_spec_names", "location_spec_group_names"}
+_FREE_TEXTS: Final = {"extra", "user_data", "lora_name", "extra_info"}
 
 
 class _List(NamedTuple):
@@ -243,6 +249,8 @@ class RequestSizes:
                 self.check(getattr(message, field), f"{path}{field}.")
 
     def _check_items(self, items: Any, path: str, most: int, has_parts: bool) -> None:
+        if isinstance(items, Mapping):
+            items = [*items, *items.values()]
         if most and max(map(len, items)) * 4 > most:
             for position, text in enumerate(items):
                 check_text(f"{path}[{position}]", text, most)
@@ -251,15 +259,17 @@ class RequestSizes:
                 self.check(item, f"{path}[{position}].")
 
 
-def check_text(name: str, text: str, most: int) -> None:
+def check_text(name: str, text: str | bytes, most: int) -> None:
     """Refuse a text of more bytes than that.
 
     Raises:
         InvalidArgumentError: naming it, its size and the limit.
     """
-    length = len(text.encode()) if len(text) * 4 > most else 0
-    if length > most:
-        raise InvalidArgumentError(f"{name} has {length} bytes of UTF-8, at most {most} are allowed")
+    if len(text) * 4 <= most:
+        return
+    encoded, what = (text, "bytes") if isinstance(text, bytes) else (text.encode(), "bytes of UTF-8")
+    if len(encoded) > most:
+        raise InvalidArgumentError(f"{name} has {len(encoded)} {what}, at most {most} are allowed")
 
 
 _known: dict[type[Any], _Bounds] = {}
@@ -271,11 +281,15 @@ def _bounds(message_type: type[Any]) -> _Bounds:
     parts: list[str] = []
     for field in message_type.DESCRIPTOR.fields:
         name, is_text = field.name, field.type in {FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES}
+        if name in _PACKED_KEYS:
+            continue
         is_message = field.type == FieldDescriptor.TYPE_MESSAGE
-        most = _max_bytes(name) if is_text else 0
+        is_map = is_message and field.message_type.GetOptions().map_entry  # those there are hold texts
+        most = _max_bytes(name) if is_text or is_map else 0
         if field.is_repeated:
-            entries = -1 if name == "token_ids" else 0 if name in _PER_KEY else MAX_ENTRIES
-            lists.append(_List(name, entries, most, is_message and entries > 0))
+            is_per_key = name in _PER_KEY or field.full_name in _PER_KEY_IN
+            entries = -1 if name == "token_ids" else 0 if is_per_key else MAX_ENTRIES
+            lists.append(_List(name, entries, most, is_message and not is_map and entries > 0))
         elif is_text:
             texts.append((name, most))
         elif is_message:

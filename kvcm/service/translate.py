@@ -10,15 +10,18 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import Int64Value
 
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.instances import Instance
 from kvcm.model.storages import (
     DummyStorageSpec,
+    EventReportStorageSpec,
     LocalStorageSpec,
     MooncakeStorageSpec,
     NfsStorageSpec,
     StorageConfig,
+    StorageType,
     TairMemPoolStorageSpec,
     ThreeFSStorageSpec,
     VcnsThreeFSStorageSpec,
@@ -39,6 +42,7 @@ _SPEC_OF_FIELD: dict[str, type[Any]] = {
     "nfs": NfsStorageSpec,
     "vcnsthreefs": VcnsThreeFSStorageSpec,
     "dummy": DummyStorageSpec,
+    "event_report": EventReportStorageSpec,
 }
 _FIELD_OF_SPEC = {spec: field for field, spec in _SPEC_OF_FIELD.items()}
 
@@ -63,9 +67,13 @@ def _field_reader(hint: Any) -> Callable[[str, Any], Any]:
     """From (name, message) to the value of the field of that name."""
     if isinstance(hint, UnionType):  # with None, for a field that has presence
         (inner,) = (_reader(member) for member in get_args(hint) if member is not NoneType)
-        return lambda name, message: inner(name, getattr(message, name)) if message.HasField(name) else None
+        return lambda name, message: inner(name, _unwrapped(getattr(message, name))) if message.HasField(name) else None
     convert = _reader(hint)
     return lambda name, message: convert(name, getattr(message, name))
+
+
+def _unwrapped(value: Any) -> Any:
+    return value.value if isinstance(value, Int64Value) else value
 
 
 def _reader(hint: Any) -> Callable[[str, Any], Any]:
@@ -105,7 +113,15 @@ def fill(message: Any, value: Any) -> None:
                 inner.SetInParent()
                 fill(inner, item)
         elif item is not None:
-            setattr(message, name, item)
+            _set(message, name, item)
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    if isinstance(wrapper := getattr(message, name), Int64Value):
+        wrapper.SetInParent()  # a wrapped 0 is not the same as none
+        wrapper.value = value
+    else:
+        setattr(message, name, value)
 
 
 @cache
@@ -144,13 +160,23 @@ def storage_of(config: Any) -> StorageConfig:
     """
     field = config.WhichOneof("storage_spec")
     require(field, "StorageConfig.storage_spec", f"is required, one of {sorted(_SPEC_OF_FIELD)}")
-    return StorageConfig(
+    spec = read(_SPEC_OF_FIELD[field], getattr(config, field))
+    found = StorageConfig(
         config.global_unique_name,
-        read(_SPEC_OF_FIELD[field], getattr(config, field)),
+        _with_defaults(spec) if isinstance(spec, EventReportStorageSpec) else spec,
         config.check_storage_available_when_open,
         capacity_bytes=config.capacity_bytes,
         used_percentage=config.used_percentage,
     )
+    given = StorageType(_enum(StorageType, "storage_type", config.storage_type))
+    # Of other types the spec says it; one that contradicts is kept for the check of the storage to refuse.
+    return found if given is found.storage_type else dataclasses.replace(found, report_type=given)
+
+
+def _with_defaults(spec: EventReportStorageSpec) -> EventReportStorageSpec:
+    """Return a spec of a message, in which a time that was left out is 0."""
+    given = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec)}
+    return EventReportStorageSpec(**{name: value for name, value in given.items() if value})
 
 
 def write_storage(message: Any, config: StorageConfig) -> None:
@@ -159,6 +185,7 @@ def write_storage(message: Any, config: StorageConfig) -> None:
     message.check_storage_available_when_open = config.check_storage_available_when_open
     message.capacity_bytes = config.capacity_bytes
     message.used_percentage = config.used_percentage
+    message.storage_type = config.storage_type
     spec = getattr(message, _FIELD_OF_SPEC[type(config.spec)])
     spec.SetInParent()
     fill(spec, config.spec)
@@ -176,7 +203,13 @@ def instance_of(request: Any) -> Instance:
     hints = get_type_hints(Instance)
     parts = {
         name: _reader(hints[name])(name, getattr(request, name))
-        for name in ("block_size", "location_spec_infos", "model_deployment", "location_spec_groups")
+        for name in (
+            "block_size",
+            "location_spec_infos",
+            "model_deployment",
+            "location_spec_groups",
+            "default_query_type",
+        )
     }
     return Instance(
         quota_group_name="",

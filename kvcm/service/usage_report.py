@@ -328,7 +328,7 @@ class UsageView:
         does it, while lookups are answered."""
         sources = UsageSources(
             groups=self._registry.groups.all(),
-            storages=self._registry.storages.all(),
+            storages=[each for each in self._registry.storages.all() if not each.is_event_report],
             quotas=self._registry.quotas.all(),
             indexes=await self._index_usages(),
             pinned=self.pinned,

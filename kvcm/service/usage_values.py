@@ -128,6 +128,8 @@ class StorageStatus:
     def of(cls, config: StorageConfig, health: StorageHealth | None) -> StorageStatus:
         """Return the status of a storage with the health of its backend, None while none is open."""
         name, is_enabled = config.global_unique_name, config.is_available
+        if config.is_event_report:  # there is nothing that could fail
+            return cls(name, is_enabled, HealthState.SH_UP)
         if health is None:
             reason = "it could not be opened on this manager, whose log says why"
             return cls(name, is_enabled, HealthState.SH_DOWN, reason, is_draining=config.is_draining)

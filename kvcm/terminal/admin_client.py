@@ -15,6 +15,8 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 
 from kvcm.model.errors import ErrorCode, InvalidArgumentError, KvcmError, NotReadyError
+from kvcm.protocol import admin_service_pb2 as admin_pb
+from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.terminal.exit_codes import NotAllowedError
 
 __all__ = ["AdminClient", "Page"]
@@ -82,10 +84,32 @@ class AdminClient:
             NotAllowedError: the key is not valid, or lacks the permission.
             KvcmError: the manager refuses the request; the class is that of its code.
         """
+        return self._read(name, self._answered(name, request, seconds), answer_type)
+
+    def groups(self, seconds: float = 30.0) -> list[admin_pb.InstanceGroup]:
+        """Return the instance groups, ordered by name.
+
+        Args:
+            seconds: timeout.
+
+        Raises:
+            KvcmError, NotAllowedError: as `call`.
+        """
+        name = "ListInstanceGroup"
+        answered = self._answered(name, admin_pb.ListInstanceGroupRequest(), seconds)
+        if "instance_groups" in answered:  # of a release in which our own call had the path
+            return list(self._read(name, answered, group_pb.ListInstanceGroupResponse).instance_groups)
+        return list(self._read(name, answered, admin_pb.ListInstanceGroupResponse).instance_group)
+
+    def _answered(self, name: str, request: Message, seconds: float) -> dict[str, Any]:
+        """Return a successful answer as JSON has it."""
         body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None).encode()
-        answer = answer_type()
         answered = self._decode(name, body, seconds)
         _check(answered.get("header", {}).get("status", {}))
+        return answered
+
+    def _read(self, name: str, answered: dict[str, Any], answer_type: type[Answer]) -> Answer:
+        answer = answer_type()
         try:
             json_format.ParseDict(answered, answer, ignore_unknown_fields=True)
         except json_format.ParseError as error:

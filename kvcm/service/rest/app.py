@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from http import HTTPStatus
 from typing import Any, Final, Protocol
 
@@ -21,13 +21,14 @@ from kvcm.service.rest.group_resource import CurveResource, GroupResource, Group
 from kvcm.service.rest.instance_resource import ExploreResource, InstanceResource
 from kvcm.service.rest.key_resource import KeyResource
 from kvcm.service.rest.pin_resource import PinResource
+from kvcm.service.rest.residency_resource import ResidencyResource, ScoreResource
 from kvcm.service.rest.routing import ProblemRoute, answer, answer_problem
 from kvcm.service.rest.session_resource import SessionResource
 from kvcm.service.rest.storage_resource import StorageResource
 from kvcm.service.rest.task_resource import TaskResource
 from kvcm.service.rest.usage_resource import UsageResource
 
-__all__ = ["OPENAPI_PATH", "Resource", "RestApp"]
+__all__ = ["OPENAPI_PATH", "RESOURCES", "Resource", "RestApp"]
 
 # The OpenAPI document: the framework makes most of it; problems, entity tags and credentials are added here.
 
@@ -157,7 +158,7 @@ def _add_header(operation: _Json, name: str, description: str) -> None:
 
 # The application.
 
-_RESOURCES = (
+RESOURCES: Final = (
     StorageResource,
     GroupResource,
     InstanceResource,
@@ -171,7 +172,10 @@ _RESOURCES = (
     CurveResource,
     GroupStoreResource,
     AlertResource,
+    ResidencyResource,
+    ScoreResource,
 )
+"""Those of the admin port."""
 
 
 class Resource(Protocol):
@@ -189,6 +193,7 @@ class RestApp:
         caller: runs them.
         version: of the manager.
         others: resources without calls.
+        kinds: resources over calls.
     """
 
     def __init__(
@@ -197,6 +202,7 @@ class RestApp:
         caller: Caller,
         version: str,
         others: Iterable[Resource] = (),
+        kinds: Iterable[Callable[[CallRunner], Resource]] = RESOURCES,
     ) -> None:
         runner = CallRunner(calls, caller)
         app = FastAPI(
@@ -210,7 +216,7 @@ class RestApp:
             separate_input_output_schemas=False,
         )
         app.router.route_class = ProblemRoute
-        for resource in (*(kind(runner) for kind in _RESOURCES), *others):
+        for resource in (*(kind(runner) for kind in kinds), *others):
             resource.routes(app.router)
         app.add_exception_handler(HTTPException, self._refuse)
         self.openapi = _complete_document(app.openapi())

@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import Int64Value
 
 __all__ = ["decode_name", "encode_name", "merge_patch", "message_to_dict"]
 
@@ -30,7 +31,7 @@ def _value(field: Any, value: Any) -> Any:
 
 def _single(field: Any, value: Any) -> Any:
     if field.type == FieldDescriptor.TYPE_MESSAGE:
-        return message_to_dict(value)
+        return value.value if isinstance(value, Int64Value) else message_to_dict(value)
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(value)
         return value if known is None else known.name

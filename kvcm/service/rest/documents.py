@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Final, Generic, TypeVar
+from typing import Annotated, Any, Final, Generic, Literal, TypeVar
 
 from fastapi import Path
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -33,6 +33,7 @@ __all__ = [
     "PageQuery",
     "Ratio",
     "StoragePath",
+    "StorageTypeName",
     "Text",
     "TokenPath",
     "Whole",
@@ -64,6 +65,10 @@ Ratio = float
 Text = Annotated[str, Field(max_length=MAX_TEXT_BYTES)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_BYTES)]
 FreeText = Annotated[str, Field(max_length=MAX_FREE_TEXT_BYTES)]
+StorageTypeName = Literal[
+    "ST_UNSPECIFIED", "ST_3FS", "ST_MOONCAKE", "ST_TAIRMEMPOOL", "ST_NFS", "ST_VCNS_3FS", "ST_DUMMY",
+    "ST_EVENT_REPORT_L1P5", "ST_EVENT_REPORT_L2", "ST_TAIRMEMPOOL_SSD",
+]  # fmt: skip
 BlockKey = Annotated[str, Field(pattern=r"^-?(0|[1-9][0-9]{0,18})$", examples=["9007199254740993"])]
 
 

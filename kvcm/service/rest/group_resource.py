@@ -31,6 +31,7 @@ from kvcm.service.rest.documents import (
     Page,
     PageQuery,
     Ratio,
+    StorageTypeName,
     Text,
     page_of,
 )
@@ -50,14 +51,10 @@ __all__ = [
     "GroupDocument",
     "GroupResource",
     "GroupStoreResource",
-    "StorageTypeName",
 ]
 
 # Instance groups as JSON documents.
 
-StorageTypeName = Literal[
-    "ST_UNSPECIFIED", "ST_3FS", "ST_MOONCAKE", "ST_TAIRMEMPOOL", "ST_NFS", "ST_VCNS_3FS", "ST_DUMMY"
-]
 _Policy = Literal["POLICY_UNSPECIFIED", "POLICY_LRU", "POLICY_LFU", "POLICY_TTL"]
 _Strategy = Literal[
     "CPS_UNSPECIFIED", "CPS_ALWAYS_3FS", "CPS_PREFER_3FS", "CPS_ALWAYS_MOONCAKE", "CPS_PREFER_MOONCAKE",
@@ -183,6 +180,8 @@ class MetaIndexerDocument(Document):
     """Where metadata is stored."""
     meta_cache_policy_config: MetaCachePolicyDocument = MetaCachePolicyDocument()
     """Cache in front of it."""
+    persist_metadata_interval_time_ms: Int64 | None = None
+    """Has no effect: every change is stored when it is made."""
 
 
 class CacheConfigDocument(Document):
@@ -248,6 +247,12 @@ class GroupDocument(Document):
     """Bytes on storages that no other group may take."""
     pin_budget_bytes: Int64 = 0
     """Bytes that pins of the group may hold at most; 0 = nothing can be pinned."""
+    extra_info: FreeText = ""
+    """Opaque text for clients, which registrations answer."""
+    event_report_storage_candidates: Annotated[list[Name], Field(max_length=MAX_ENTRIES)] = Field(default_factory=list)
+    """Names of the event report storages whose reporters its instances have, at most one of each type."""
+    revisit_interval_buckets: Text = ""
+    """Has no effect."""
 
 
 _CREATE = "AdminService.CreateInstanceGroup"

@@ -32,6 +32,11 @@ from kvcm.service.rest.routing import add_route, answer, answer_item, check_prec
 __all__ = ["ChainDocument", "ExploreResource", "InstanceDocument", "InstanceResource"]
 
 
+_QueryType = Literal[
+    "QT_UNSPECIFIED", "QT_BATCH_GET", "QT_PREFIX_MATCH", "QT_REVERSE_ROLL_SW_MATCH", "QT_PREFIX_MATCH_WITH_MAMBA"
+]
+
+
 class SpecInfoDocument(Document):
     """One part of every block of an instance, e.g. one tensor-parallel rank."""
 
@@ -73,6 +78,8 @@ class ModelDeploymentDocument(Document):
     """Free text that belongs to the identity."""
     user_data: FreeText = ""
     """Free text that does not belong to the identity."""
+    use_eagle_pop: bool = False
+    """True for a draft model of the kind EaglePop: a full-attention prefix counts one block less."""
 
 
 class InstanceDocument(Document):
@@ -94,6 +101,8 @@ class InstanceDocument(Document):
         default_factory=list
     )
     """Named sets of parts."""
+    default_query_type: _QueryType = "QT_UNSPECIFIED"
+    """How keys are matched where a request about hosts does not say it."""
 
 
 class InstanceQuery(PageQuery):

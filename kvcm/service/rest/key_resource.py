@@ -15,7 +15,7 @@ from kvcm.service.rest.routing import add_route, answer, not_found
 __all__ = ["KeyDocument", "KeyResource", "LoginDocument", "NewKeyDocument", "RotationDocument", "WhoAmIDocument"]
 
 RoleName = Literal["ROLE_VIEWER", "ROLE_OPERATOR", "ROLE_ADMIN", "ROLE_ENGINE"]
-EngineVerbName = Literal["MATCH", "WRITE", "REMOVE", "PIN", "REPORT"]
+EngineVerbName = Literal["MATCH", "WRITE", "REMOVE", "PIN", "REPORT", "SCORE"]
 Seconds = Annotated[Whole, Field(ge=0, lt=1 << 40)]
 
 

@@ -20,7 +20,18 @@ from kvcm.service.rest.calls import (
     fields_of,
 )
 from kvcm.service.rest.conversion import message_to_dict
-from kvcm.service.rest.documents import Document, Int32, Int64, Page, PageQuery, Ratio, StoragePath, Text, page_of
+from kvcm.service.rest.documents import (
+    Document,
+    Int32,
+    Int64,
+    Page,
+    PageQuery,
+    Ratio,
+    StoragePath,
+    StorageTypeName,
+    Text,
+    page_of,
+)
 from kvcm.service.rest.routing import (
     MERGE_PATCH,
     add_route,
@@ -35,7 +46,7 @@ __all__ = ["StorageDocument", "StorageResource", "StorageStatusDocument"]
 
 # Storages as JSON documents.
 
-_SPEC_FIELDS = ("threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy")
+_SPEC_FIELDS = ("threefs", "mooncake", "tair_mem_pool", "nfs", "vcnsthreefs", "dummy", "event_report")
 
 
 class ThreeFSDocument(Document):
@@ -92,6 +103,10 @@ class MemoryPoolDocument(Document):
     """The node whose shared memory the pool is; with it there is no domain."""
     capacity_bytes: Int64 = 0
     """Bytes of the pool; required with node_id."""
+    service_discovery_url: Text = ""
+    """Has no effect."""
+    media_type: Int32 = 0
+    """Has no effect."""
 
 
 class NfsDocument(Document):
@@ -110,6 +125,21 @@ class DummyDocument(Document):
     """Put in front of every name in the URIs."""
     key_count_per_file: Int32 = 0
     """Slots packed into one file; values below 1 mean 1."""
+
+
+class EventReportDocument(Document):
+    """Reports of engines about blocks in their hosts' memory; no bytes are written to it."""
+
+    heartbeat_timeout_ms: Int64 = 0
+    """A reporter without a heartbeat for so long is unavailable; 0 = 30000."""
+    cleanup_grace_ms: Int64 = 0
+    """After so long more it is forgotten, with what it reported; 0 = 300000."""
+    liveness_check_interval_ms: Int64 = 0
+    """Time between checks of heartbeats; 0 = 5000."""
+    snapshot_min_interval_ms: Int64 = 0
+    """Least time between two snapshots of a reporter; 0 = 30000."""
+    snapshot_delta_drain_timeout_ms: Int64 = 0
+    """Most time that a snapshot and changes wait for each other; 0 = 10000."""
 
 
 class StorageStatusDocument(Document):
@@ -163,6 +193,10 @@ class StorageDocument(Document):
     """3FS behind VCNS."""
     dummy: DummyDocument | None = None
     """Moves no bytes."""
+    event_report: EventReportDocument | None = None
+    """Reports of engines; `storage_type` says of which level."""
+    storage_type: StorageTypeName = "ST_UNSPECIFIED"
+    """The type: required with event_report; otherwise the kind says it, and it may be left out."""
     check_storage_available_when_open: bool = False
     """3FS: check when opening that mount point and directory exist. Not kept."""
     capacity_bytes: Int64 = 0

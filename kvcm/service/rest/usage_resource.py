@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kvcm.service.rest.calls import CallRunner
 from kvcm.service.rest.conversion import message_to_dict
-from kvcm.service.rest.documents import Document, Int64, Ratio
-from kvcm.service.rest.group_resource import StorageTypeName
+from kvcm.service.rest.documents import Document, Int64, Ratio, StorageTypeName
 from kvcm.service.rest.routing import add_route, answer
 
 __all__ = ["UsageReportDocument", "UsageResource"]
