@@ -22,6 +22,7 @@ from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import lease_service_pb2 as lease
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
 from kvcm.protocol.kvcm.v1 import pool_service_pb2 as pools
+from kvcm.protocol.kvcm.v1 import residency_service_pb2 as residency
 from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "RENEW_WRITE_SESSION",
     "REPORT_MISSING",
     "REPORT_POOL",
+    "REPORT_RESIDENCY",
     "START_WRITE",
     "UNPIN_PREFIX",
     "Answer",
@@ -59,6 +61,7 @@ _META = "kv_cache_manager.proto.meta.MetaService"
 _LEASE = "kvcm.v1.LeaseService"
 _PIN = "kvcm.v1.PinService"
 _POOL = "kvcm.v1.PoolService"
+_RESIDENCY = "kvcm.v1.ResidencyService"
 
 
 class Answer(Protocol):
@@ -110,6 +113,10 @@ UNPIN_PREFIX = Call("unpin", f"/{_PIN}/UnpinPrefix", meta.CommonResponse.FromStr
 LIST_PINS = Call("list_pins", f"/{_PIN}/ListPins", pins.ListPinsResponse.FromString)
 REPORT_MISSING = Call("report_missing", f"/{_PIN}/ReportMissing", pins.ReportMissingResponse.FromString)
 REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolResponse.FromString)
+# Its sender repeats it by itself: an answer of another manager than the one that was asked means nothing.
+REPORT_RESIDENCY = Call(
+    "report_residency", f"/{_RESIDENCY}/ReportResidency", residency.ReportResidencyResponse.FromString
+)
 
 # ---- retries, timeouts and the circuit breaker: the same for both clients, without any I/O ----
 #

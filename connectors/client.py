@@ -38,7 +38,14 @@ from kvcm.model.instances import LocationSpecGroup, LocationSpecInfo, ModelDeplo
 from kvcm.model.uri import LocationUri
 from kvcm.protocol import meta_service_pb2 as meta
 
-__all__ = ["AsyncManagerClient", "ManagerClient", "error_reply", "parse_addresses", "remaining_seconds"]
+__all__ = [
+    "AsyncManagerClient",
+    "ManagerClient",
+    "error_reply",
+    "open_channel",
+    "parse_addresses",
+    "remaining_seconds",
+]
 
 _PROBE_SECONDS = 2.0
 
@@ -68,6 +75,11 @@ def _channel_options(login: CredentialFiles, addresses: Addresses, address: str)
     name = addresses.verified_name(address)
     # The last one of a name counts: a name that the user gave.
     return [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else []), *login.options]
+
+
+def open_channel(address: str, login: CredentialFiles) -> grpc.Channel:
+    """Return a channel for threads to one manager, for callers that do without the policy of the clients."""
+    return _open_channel(address, [*_CHANNEL_OPTIONS, *login.options], login.presented)
 
 
 def _open_channel(address: str, options: list[tuple[str, Any]], shown: PresentedCredentials) -> grpc.Channel:

@@ -6,18 +6,19 @@ and certificates are rotated while engines run. No error text and no log line ho
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
 
 from kvcm.model.errors import InvalidArgumentError
 
-__all__ = ["ClientCredentials", "CredentialFiles", "PresentedCredentials"]
+__all__ = ["ClientCredentials", "CredentialFiles", "PresentedCredentials", "add_options", "credentials_of"]
 
 _KEY = re.compile(r"[!-~]{1,512}")
 _FLAGS = {"1": True, "0": False, "": False}
@@ -26,6 +27,12 @@ _FILES = {
     "ca_file": "KVCM_CA_FILE",
     "cert_file": "KVCM_CERT_FILE",
     "cert_key_file": "KVCM_CERT_KEY_FILE",
+}
+_OPTIONS = {
+    "key_file": "file with the API key of this agent",
+    "ca_file": "authorities of the managers' certificates",
+    "cert_file": "this agent's certificate",
+    "cert_key_file": "its key",
 }
 _TLS_VARIABLE = "KVCM_TLS"
 _NAME_VARIABLE = "KVCM_SERVER_NAME"
@@ -176,6 +183,25 @@ class CredentialFiles:
         if before is not None and contents[1:] == self._contents[1:]:  # only the key is new: connections stay
             return PresentedCredentials(metadata, before.channel)
         return PresentedCredentials(metadata, grpc.ssl_channel_credentials(ca, cert_key, cert))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of an agent that name its credentials."""
+    for name, about in _OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=Path, metavar="FILE", help=f"{about}, default: {_FILES[name]}")
+
+
+def credentials_of(found: argparse.Namespace) -> ClientCredentials:
+    """Return the credentials that options name, and the environment where they do not.
+
+    Raises:
+        InvalidArgumentError: they do not fit together, or a file cannot be used: the start fails, not every call.
+    """
+    given = {name: path for name in _OPTIONS if (path := getattr(found, name)) is not None}
+    credentials = replace(ClientCredentials.from_environment(), **given)
+    CredentialFiles(credentials)
+    return credentials
 
 
 def _optional_pem(name: str, path: Path | None) -> bytes | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvcm.connectors.client import ManagerClient, parse_addresses
-from kvcm.connectors.credentials import ClientCredentials, CredentialFiles
+from kvcm.connectors.credentials import ClientCredentials, add_options, credentials_of
 from kvcm.connectors.exchanges import ClientSettings
 from kvcm.connectors.node import NodeSettings
 from kvcm.connectors.results import PoolReport
@@ -36,12 +36,6 @@ __all__ = ["AgentSettings", "PoolAgent", "main", "parse_arguments"]
 _SIZE = re.compile(r"([0-9]{1,18})([KMGT]?)")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.1, 3600.0
-_CREDENTIAL_FILES = {
-    "key-file": "file with the API key of this agent",
-    "ca-file": "authorities of the managers' certificates",
-    "cert-file": "this agent's certificate",
-    "cert-key-file": "its key",
-}
 _VALID_INTERVALS = 3  # so many reports in a row may fail
 _TOKEN_BYTES = 64
 _log = logging.getLogger("kvcm.pool_agent")
@@ -168,7 +162,7 @@ def parse_arguments(arguments: Sequence[str]) -> AgentSettings:
     found = parser.parse_args(arguments)
     try:
         check_storage_name("--storage", found.storage)
-        node, credentials = _node(found), _credentials(found)
+        node, credentials = _node(found), credentials_of(found)
     except InvalidArgumentError as error:
         parser.error(str(error))
     if not node.node_id:
@@ -227,17 +221,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--interval", type=_interval, default=5.0, help="seconds between two reports, default 5")
     parser.add_argument("--prefault", action="store_true", help="have all memory mapped before the first report")
     parser.add_argument("--remove-on-exit", action="store_true", help="take the memory away at the end")
-    for name, about in _CREDENTIAL_FILES.items():
-        parser.add_argument(f"--{name}", type=Path, help=f"{about}, default: KVCM_{name.upper().replace('-', '_')}")
+    add_options(parser)
     return parser
-
-
-def _credentials(found: argparse.Namespace) -> ClientCredentials:
-    names = [name.replace("-", "_") for name in _CREDENTIAL_FILES]
-    given = {name: path for name in names if (path := getattr(found, name)) is not None}
-    credentials = replace(ClientCredentials.from_environment(), **given)
-    CredentialFiles(credentials)  # it is the start that fails, not every report
-    return credentials
 
 
 def _node(found: argparse.Namespace) -> NodeSettings:

@@ -249,6 +249,31 @@ class KvIdentity:
             ),
         )
 
+    @classmethod
+    def from_deployment(cls, deployment: ModelDeployment) -> KvIdentity:
+        """Return the identity that was registered as `deployment()`.
+
+        Raises:
+            InvalidArgumentError: no connector of ours registered it.
+        """
+        try:
+            extra = json.loads(deployment.extra)
+            own = {name: extra.pop(name) for name in ("cp_size", "engine", "formats", "keys")}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise InvalidArgumentError(f"model_deployment.extra is not that of a connector ({error!r})") from None
+        return cls(
+            model=deployment.model_name,
+            engine=own["engine"],
+            dtype=deployment.dtype,
+            hashing=own["keys"],
+            formats=own["formats"],
+            tp_size=deployment.tp_size,
+            pp_size=deployment.pp_size,
+            cp_size=own["cp_size"],
+            use_mla=deployment.use_mla,
+            extra=extra,
+        )
+
     def namespace(self, weights_version: str, adapter: str = "") -> bytes:
         """Return bytes that every block key depends on.
 

@@ -15,6 +15,7 @@ from engine_process import EngineProcess, StartEngine, start_engine
 
 _SPACE = Path(__file__).parent
 sys.path.insert(0, str(_SPACE.parent / "faults"))  # mounts that fail on command
+sys.path.insert(0, str(_SPACE.parent / "connectors" / "events"))  # a manager that takes reports
 _SECONDS = 400  # of a test with the start of its engines
 
 

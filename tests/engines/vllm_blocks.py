@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize, get_block_hash
 from vllm.v1.request import Request
 
 
@@ -26,6 +26,12 @@ def groups(core: Any) -> list[dict[str, Any]]:
         }
         for group in core.scheduler.kv_cache_config.kv_cache_groups
     ]
+
+
+def cached_hashes(core: Any) -> list[str]:
+    """Return the hash of each block that can be a hit now, in hex; only of an engine with one group of layers."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    return sorted({get_block_hash(block.block_hash).hex() for block in pool.blocks if block.block_hash is not None})
 
 
 def cached_blocks(core: Any, prompt: list[int], directory: Path | None) -> list[list[dict[str, Any] | None]]:

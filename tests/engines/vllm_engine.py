@@ -129,6 +129,10 @@ class VllmEngine:
         """Return what the engine's own cache holds of a prompt, as `vllm_blocks` does; only of one in this process."""
         return vllm_blocks.cached_blocks(self._core(), prompt, None if directory is None else Path(directory))
 
+    def cached_hashes(self) -> list[str]:
+        """Return the hash of each block that can be a hit now; only of an engine in this process."""
+        return vllm_blocks.cached_hashes(self._core())
+
     def settle(self, seconds: float = 60.0) -> None:
         """Make steps until the connector has nothing on its way; only of an engine in this process."""
         deadline = time.monotonic() + seconds
