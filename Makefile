@@ -22,7 +22,7 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 # it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,engine,mooncake,tracing,optimizer,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,gateway,engine,mooncake,tracing,optimizer,subscriber,dev]'
 	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 
@@ -214,7 +214,7 @@ smoke: setup redis fuse mooncake iproute engines
 
 # The longest first.
 QUICK := connector crash managers group_move service capacity auth_cost live_tuning scale index optimizer layout match transfer \
-  mooncake_store mempool slots vitals weights_cost hostile_keys idle
+  mooncake_store mempool slots vitals weights_cost hostile_keys idle residency
 .PHONY: smoke-beside smoke-engines smoke-demo smoke-quick-conversation $(QUICK:%=smoke-quick-%)
 smoke-beside: smoke-engines smoke-quick-conversation smoke-demo $(QUICK:%=smoke-quick-%) smoke-gpu
 smoke-engines:

@@ -39,10 +39,12 @@ with _naming_missing_packages():
     from kvcm.commands.access import account_app, key_app, login, whoami
     from kvcm.commands.blocks import get, pin_app, trim
     from kvcm.commands.doctor import doctor
+    from kvcm.commands.gateway import gateway
     from kvcm.commands.group import group_app, group_usage, quota_app
     from kvcm.commands.index import index_app
     from kvcm.commands.instance import instance_app
     from kvcm.commands.optimize import optimize
+    from kvcm.commands.residency import residency, score
     from kvcm.commands.snapshot import snapshot_app
     from kvcm.commands.storage import storage_app
     from kvcm.commands.trace import trace_app
@@ -69,10 +71,13 @@ _COMMANDS = {
     "usage": group_usage,
     "get": get,
     "trim": trim,
+    "residency": residency,
+    "score": score,
     "login": login,
     "whoami": whoami,
     "doctor": doctor,
     "optimize": optimize,
+    "gateway": gateway,
 }
 app = typer.Typer(
     name="kvcm",
