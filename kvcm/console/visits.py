@@ -127,6 +127,7 @@ _ENTRIES: Final[Sequence[tuple[str, str, Callable[[Visitor], bool]]]] = (
     ("/console/storages", "Storages", lambda visitor: visitor.sees_all_groups),
     ("/console/instances", "Instances", lambda visitor: visitor.may_view),
     ("/console/explorer", "Prefix explorer", lambda visitor: True),
+    ("/console/residency", "KV residency", lambda visitor: visitor.may_view or visitor.may_score),
     ("/console/sessions", "Sessions", lambda visitor: visitor.may_view),
     ("/console/tasks", "Tasks", lambda visitor: visitor.sees_all_groups),
     ("/console/managers", "Managers", lambda visitor: visitor.sees_all_groups),
@@ -190,6 +191,11 @@ class Visitor:
     def may_view(self) -> bool:
         """Whether it may view pages."""
         return not self.is_required or Verb.VIEW in self.principal.verbs
+
+    @property
+    def may_score(self) -> bool:
+        """Whether it may ask for the scores of a prompt."""
+        return not self.is_required or Verb.SCORE in self.principal.verbs
 
 
 class Page(HTMLResponse):

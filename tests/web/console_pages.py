@@ -21,6 +21,7 @@ EXAMPLES: Final[dict[str, tuple[str, ...]]] = {
     # path of a route: paths to open
     **_ALONE,
     "/console/explorer": ("/console/explorer", "/console/explorer?instance=instance%20of%20chat"),
+    "/console/residency": ("/console/residency", "/console/residency?instance=instance%20of%20chat"),
     "/console/sessions": ("/console/sessions", "/console/sessions?group=chat"),
     "/console/tasks/{name}/cancel": ("/console/tasks/drain:old/cancel",),
     "/console/groups/{name}/curve": ("/console/groups/team%2Fa/curve", "/console/groups/chat/curve"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvcm.console.pages import accounts, curve, explorer, groups, instances, keys, overview, storages, tasks
+from kvcm.console.pages import accounts, curve, explorer, groups, instances, keys, overview, residency, storages, tasks
 from kvcm.console.visits import Routes
 
 __all__ = ["ROUTES"]
@@ -22,6 +22,7 @@ ROUTES: Final[Routes] = (
     *accounts.ROUTES,
     *keys.ROUTES,
     *explorer.ROUTES,
+    *residency.ROUTES,
     *instances.SESSION_ROUTES,
     *tasks.ROUTES,
     *curve.ROUTES,

@@ -21,7 +21,7 @@ from kvcm.console.visits import Routes, Visit
 from kvcm.model.keys import block_keys_from_tokens
 from kvcm.service.rest.conversion import encode_name
 
-__all__ = ["MAX_SHOWN", "ROUTES", "Chain", "ChainFold", "NumbersError", "Run", "numbers_in"]
+__all__ = ["MAX_SHOWN", "ROUTES", "Chain", "ChainFold", "NumbersError", "Run", "instance_names", "numbers_in"]
 
 # Tokens and block keys as people paste them.
 
@@ -370,12 +370,12 @@ async def _chain(visit: Visit, instance: str, keys: Sequence[int]) -> Chain:
 async def _page(visit: Visit, instance: str, kind: str, text: str, **found: Any) -> Response:
     faults = found.get("faults", {})
     context = {"chain": None, "given": 0, "faults": {}, **found}
-    names = await _instances(visit)
+    names = await instance_names(visit)
     status = 400 if faults else 200
     return visit.page("explorer.html", status, instance=instance, kind=kind, numbers=text, instances=names, **context)
 
 
-async def _instances(visit: Visit) -> list[str]:
+async def instance_names(visit: Visit) -> list[str]:
     """Return the instances that the visitor may see; a visitor without that permission types a name."""
     principal = visit.visitor.principal
     queries = [""] if principal.has_all_groups else ["?" + urlencode({"group": name}) for name in principal.groups]

@@ -589,7 +589,7 @@ async def _create(visit: Visit) -> Response:
 
 async def _new_fields(visit: Visit) -> list[Field]:
     storages = await visit.items("/v1/storages")
-    names = [each["global_unique_name"] for each in storages]
+    names = [each["global_unique_name"] for each in storages if each.get("event_report") is None]
     return [*_own_fields(names), *limit_fields(storage_types(storages))]
 
 

@@ -43,7 +43,8 @@ KINDS: Final[Mapping[str, str]] = {
     "tair_mem_pool": "Memory pool",
     "dummy": "Dummy, which keeps no bytes",
 }
-"""Labels of the kinds of storages."""
+"""Labels of the kinds of storages that can be added here."""
+_LABELS: Final[Mapping[str, str]] = {**KINDS, "event_report": "Reports of engines"}
 _HEALTH: Final[Mapping[str, Badge]] = {
     "SH_UP": ("up", "good"),
     "SH_DEGRADED": ("degraded", "warn"),
@@ -139,7 +140,7 @@ def shares_of(storage: str, usage: Document) -> list[GroupShare]:
 
 def _kind_of(storage: Document) -> str:
     """Return the field with the settings of a storage, as in `nfs`; "" for an unknown kind."""
-    return next((kind for kind in KINDS if storage.get(kind) is not None), "")
+    return next((kind for kind in _LABELS if storage.get(kind) is not None), "")
 
 
 def _view(storage: Document, usages: Mapping[str, Document], drain: Document | None) -> StorageView:
@@ -148,7 +149,7 @@ def _view(storage: Document, usages: Mapping[str, Document], drain: Document | N
     health, reason = _health(status), status["reason"] if status else ""
     return StorageView(
         name=name,
-        kind=KINDS.get(kind, kind),
+        kind=_LABELS.get(kind, kind),
         badges=[*([] if storage["is_available"] else [("disabled", "warn")]), *_drained(drain), health],
         reason=reason,
         status=status,
