@@ -204,9 +204,7 @@ def _connection(given: dict[str, Any]) -> Connection:
 
 
 def _groups(client: AdminClient) -> list[str]:
-    request = group_pb.ListInstanceGroupRequest()
-    answer = client.call("ListInstanceGroup", request, group_pb.ListInstanceGroupResponse, _SECONDS)
-    return [group.name for group in answer.instance_groups]
+    return [group.name for group in client.groups(_SECONDS)]
 
 
 def _storages(client: AdminClient) -> list[str]:

@@ -29,7 +29,6 @@ from kvcm.optimizer.errors import OptionError
 from kvcm.optimizer.options import DEFAULT_CAPACITIES
 from kvcm.protocol import admin_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import capacity_service_pb2 as capacity_pb
-from kvcm.protocol.kvcm.v1 import group_service_pb2 as group_pb
 from kvcm.service.translate import read
 from kvcm.terminal.admin_client import AdminClient
 from kvcm.terminal.exit_codes import (
@@ -429,11 +428,11 @@ def read_situation(client: AdminClient) -> LiveSituation:
     from kvcm.optimizer.live.proposals import GroupState, ManagerState
     from kvcm.optimizer.live.recording import read_recording
 
-    listed = client.call("ListInstanceGroup", group_pb.ListInstanceGroupRequest(), group_pb.ListInstanceGroupResponse)
+    listed = client.groups()
     usage = client.call("GetUsage", capacity_pb.GetUsageRequest(), capacity_pb.GetUsageResponse)
     used = {each.name: each.total.used_bytes for each in usage.groups}
     shared = {name: quota.name for quota in usage.global_quotas for name in quota.groups}
-    messages = {each.name: each for each in listed.instance_groups}
+    messages = {each.name: each for each in listed}
     states = [
         GroupState(read(InstanceGroup, message), _block_bytes(client, name), used.get(name, 0), shared.get(name, ""))
         for name, message in messages.items()

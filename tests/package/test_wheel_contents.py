@@ -45,7 +45,7 @@ def test_the_wheel_has_its_metadata(wheel: zipfile.ZipFile) -> None:
     assert "server" in metadata.get_all("Provides-Extra", [])
     assert metadata.get_payload().startswith("# KVCM")  # type: ignore[union-attr]
     scripts = wheel.read(f"{_INFO}/entry_points.txt").decode()
-    assert all(f"{name} = " in scripts for name in ("kvcm", "kvcm-pool-agent", "gpu_tier"))
+    assert all(f"{name} = " in scripts for name in ("kvcm", "kvcm-pool-agent", "kvcm-subscriber", "gpu_tier"))
     assert f"{_INFO}/licenses/LICENSE" in wheel.namelist()
 
 

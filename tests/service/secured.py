@@ -68,8 +68,8 @@ class Tenants:
         server: they share it.
         groups: by tenant, a and b.
         instances: by tenant.
-        keys: `viewer`, `operator`, `admin`; of engines of a with one verb each `match`, `write`, `remove`, `pin`; of
-            engines with all verbs `engine` in a, `foreign` in b and `everywhere`; `expired` was an admin's.
+        keys: `viewer`, `operator`, `admin`; of engines of a with one verb each `match`, `write`, `remove`, `pin`,
+            `score`; of engines with all verbs `engine` in a, `foreign` in b and `everywhere`; `expired` was an admin's.
         admin_of_a: key of an administrator of a's group alone.
     """
 
@@ -98,10 +98,10 @@ class Tenants:
         kinds: dict[str, dict[str, Any]] = {"expired": {"role": "ROLE_ADMIN", "ttl_seconds": 1}}
         roles = ("viewer", "operator", "admin")
         kinds |= {role: {"role": f"ROLE_{role.upper()}"} for role in roles}
-        groups = {**dict.fromkeys(("match", "write", "remove", "pin", "engine"), of_a), "foreign": of_b}
+        groups = {**dict.fromkeys(("match", "write", "remove", "pin", "score", "engine"), of_a), "foreign": of_b}
         for name, own in {**groups, "everywhere": ["*"]}.items():
             kinds[name] = {"role": "ROLE_ENGINE", "instance_groups": own}
-        for verb in ("match", "write", "remove", "pin"):
+        for verb in ("match", "write", "remove", "pin", "score"):
             kinds[verb]["verbs"] = [verb.upper()]
         for name, fields in kinds.items():
             if server.clients is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -23,8 +24,12 @@ def test_a_group_comes_back_as_it_was_created(site: Site) -> None:
     spec = group_spec(name, site.storage(), "b", "a", types={"ST_NFS": 2**62}, ratio=0.123456789, version=-(2**63))
     site.api.ok("AdminService.CreateInstanceGroup", instance_group=spec)
     found = site.api.ok("AdminService.GetInstanceGroup", name=name).instance_group
-    listed = site.api.ok("GroupService.ListInstanceGroup").instance_groups
-    assert [found] == [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
+    for listed in (
+        site.api.ok("AdminService.ListInstanceGroup").instance_group,
+        site.api.ok("GroupService.ListInstanceGroup").instance_groups,
+    ):
+        assert [found] == [group for group in listed if group.name == name] == [admin.InstanceGroup(**spec)]
+        assert [group.name for group in listed] == sorted(group.name for group in listed)
 
 
 def test_a_refused_group_is_not_stored(site: Site) -> None:
@@ -323,3 +328,16 @@ def test_calls_about_blocks_are_counted_per_known_instance_and_errors_apart(site
     unknown = unique("nobody")
     site.api.refused("GetCacheLocation", instance_id=unknown)
     assert unknown not in str(_series(site.api, "service.query_counter").keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [("listInstanceGroup", "instance_group"), ("listInstanceGroups", "instance_groups")]
+)
+def test_over_http_the_original_and_our_own_list_of_groups_have_paths_of_their_own(
+    server: ManagerProcess, name: str, field: str
+) -> None:
+    with server.api("http") as api:
+        assert isinstance(api.driver, HttpDriver)
+        answer = json.loads(post(api.driver.admin, f"/api/{name}", b"{}").body)
+    assert set(answer) == {"header", field}
+    assert "default" in [group["name"] for group in answer[field]]

@@ -59,6 +59,7 @@ GOOD: dict[str, Callable[[Site], Fields]] = {
     "AdminService.UpdateInstanceGroup": lambda site: _updated_group(site, version=100),  # it may jump
     "AdminService.RemoveInstanceGroup": _named("name", Site.group),
     "AdminService.GetInstanceGroup": _named("name", Site.group),
+    "AdminService.ListInstanceGroup": lambda _site: {},
     "AdminService.GetCacheMeta": _blocks,
     "AdminService.RemoveCache": _blocks,
     "AdminService.RegisterInstance": lambda site: instance_fields(unique("instance"), site.group()),

@@ -24,12 +24,14 @@ from kvcm.model.groups import (
     InstanceGroupQuota,
     TriggerStrategy,
 )
+from kvcm.model.instances import Instance, ModelDeployment
 from kvcm.model.nodes import METHODS, Endpoint, GroupTotals, Vitals
 from kvcm.model.principals import CallContext, Principal, Verb, call_context
 from kvcm.model.storages import DummyStorageSpec, StorageConfig, StorageType
 from kvcm.reclaim.deletion_executor import Backlog, DeletionExecutor
 from kvcm.registry.leadership import Leadership
 from kvcm.registry.registry import Registry
+from kvcm.residency.residency import Engine, Report, Residency
 from kvcm.service import alert_watch, alerts, usage_values, vitals_history
 from kvcm.service.alert_watch import AlertSources, AlertWatch, RecentGrowth
 from kvcm.service.storage_api import DrainView
@@ -44,6 +46,7 @@ from kvcm.store.store import StoreHealth
 GIB = 1 << 30
 NOW = 1_000_000.0
 BOUNDS = (0.001, 0.01)
+CHAT = Instance("", "g", "chat", 16, (), ModelDeployment("m", "bf16"))
 
 
 def vitals(
@@ -305,6 +308,7 @@ def test_managers_and_what_they_share() -> None:
         ("KvcmAccessesDropped", alerts.Severity.ALERT_PAGE, {"dropped_accesses": 5}),
         ("KvcmWriteSessionsOverdue", alerts.Severity.ALERT_TICKET, {"overdue_sessions": 2}),
         ("KvcmLoopLag", alerts.Severity.ALERT_TICKET, {"lag_seconds": 0.25}),
+        ("KvcmEngineQuiet", alerts.Severity.ALERT_TICKET, {"quiet_engines": {"chat": ["10.0.0.1:8000"]}}),
         ("KvcmCertificateEnds", alerts.Severity.ALERT_TICKET, {"certificates": {"server": NOW + 10 * 86_400}}),
         ("KvcmCertificateEnds", alerts.Severity.ALERT_PAGE, {"certificates": {"server": NOW - 3600}}),
     ):
@@ -315,6 +319,18 @@ def test_managers_and_what_they_share() -> None:
     assert list(alerts.cluster_alerts(facts(certificates={"server": 0.0}, store_health=long_ago))) == []
     ends = only(alerts.cluster_alerts(facts(certificates={"server": NOW + 10 * 86_400, "client_ca": NOW + 86_400_000})))
     assert ends.summary == "The certificate (server) of manager m1 ends in 10 days."
+
+
+def test_quiet_engines_are_named_by_instance_and_the_rest_is_counted() -> None:
+    assert list(alerts.cluster_alerts(facts(quiet_engines={"chat": []}))) == []
+    many = {f"i{number}": ["a:1", "b:1", "c:1", "d:1", "e:1"] for number in range(4)} | {"chat": ["a:1"]}
+    alert = only(alerts.cluster_alerts(facts(quiet_engines=many)))
+    assert alert.key == ("KvcmEngineQuiet", "manager", "m1")
+    assert alert.summary == "21 engines went quiet: manager m1 gets no reports of their memory."
+    assert alert.reason == (
+        "Instance chat: a:1; instance i0: a:1, b:1, c:1 and 2 more; instance i1: a:1, b:1, c:1 and 2 more; and 2 more "
+        "instances. Scores of prompts do not count their blocks."
+    )
 
 
 def test_counters_count_only_as_long_as_it_is_lately() -> None:
@@ -343,6 +359,7 @@ class World(NamedTuple):
     storages: StorageDirectory
     leadership: Leadership
     cache: CacheManager
+    residency: Residency
     watch: AlertWatch
 
     async def names(self, group: str = "") -> list[str]:
@@ -369,7 +386,9 @@ async def world() -> AsyncIterator[World]:
     deletions = DeletionExecutor(storages, clock)
     view, drain_view = UsageView(cache, registry, deletions), DrainView(drains, storages, deletions, leadership)
     parts = cache, registry, view, storages, deletions, drain_view, leadership
-    yield World(clock, storages, leadership, cache, AlertWatch(AlertSources(*parts, lambda: 0.0, False), clock.now))
+    residency = Residency(clock, {CHAT.instance_id: CHAT}.get)
+    sources = AlertSources(*parts, lambda: 0.0, False, residency=residency)
+    yield World(clock, storages, leadership, cache, residency, AlertWatch(sources, clock.now))
     storages.close_all()
 
 
@@ -441,6 +460,27 @@ async def test_a_key_limited_to_groups_receives_their_alerts_alone_and_changes_n
         ("KvcmGroupWithoutStorage", begun["KvcmGroupWithoutStorage"])
     ]
     assert {alert.name: alert.since_ms for alert in await world.watch.alerts()} == begun
+
+
+async def test_an_engine_is_quiet_until_it_reports_again_or_is_forgotten(world: World) -> None:
+    reports = world.residency.open(CHAT)
+    for rank, address in enumerate(("a:1", "a:1", "b:1")):
+        reports.report(Report(Engine(address, rank), "run", 1))
+    timeout = int(world.residency.limits.timeout_seconds)
+    await world.pass_time(timeout + 10)
+    reports.report(Report(Engine("b:1", 2), "run", 2))
+    world.residency.expire()
+    (alert,) = await world.watch.alerts()
+    assert (alert.name, alert.reason.partition(". ")[0]) == ("KvcmEngineQuiet", "Instance chat: a:1")
+    for rank in range(2):
+        reports.report(Report(Engine("a:1", rank), "run", 2))
+    assert await world.names() == []
+    await world.pass_time(timeout + 10)
+    world.residency.expire()
+    assert await world.names() == ["KvcmEngineQuiet"]
+    await world.pass_time(9 * timeout)
+    world.residency.expire()
+    assert await world.names() == []
 
 
 ROOT = Path(__file__).parents[2]

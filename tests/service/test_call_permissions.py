@@ -23,7 +23,8 @@ _MATCH = "match engine everywhere operator admin"
 _WRITE = "write engine everywhere admin"
 _REMOVE = "remove engine everywhere operator admin"
 _PIN = "pin engine everywhere operator admin"
-_ALL = "viewer operator admin match write remove pin engine everywhere foreign"
+_SCORE = "score engine everywhere operator admin"
+_ALL = "viewer operator admin match write remove pin score engine everywhere foreign"
 _EVERYBODY = f"{_ALL} anonymous malformed wrong expired"
 _KNOWS_REGISTRATION = "viewer operator admin match write engine everywhere"
 
@@ -34,6 +35,8 @@ MAY = {
         _MATCH: "GetCacheMeta GetCacheLocation GetCacheLocationLen",
         _REMOVE: "RemoveCache TrimCache",
         _ALL: "GetClusterInfo",
+        f"{_WRITE} operator": "ReportEvent",
+        f"{_MATCH} score": "GetHostCacheState GetCacheLocationsByBackend",
     },
     "LeaseService": {_MATCH: "RenewReadLease ReleaseReadLease", _WRITE: "RenewWriteSession"},
     "PinService": {
@@ -42,6 +45,7 @@ MAY = {
         _MATCH: "ReportMissing",
     },
     "PoolService": {"everywhere admin": "ReportPool"},
+    "ResidencyService": {f"{_WRITE} operator": "ReportResidency", _SCORE: "Score", f"{_SCORE} viewer": "ListReporters"},
     "AdminService": {
         _ADMIN: (
             "AddStorage RemoveStorage UpdateStorage CreateInstanceGroup UpdateInstanceGroup RemoveInstanceGroup "
@@ -51,7 +55,7 @@ MAY = {
             "EnableStorage DisableStorage ListAccount GenConfigSnapshot LeaderDemote UpdateLeaderElectorConfig "
             "UpdateLogger"
         ),
-        _VIEWERS: "ListStorage GetInstanceGroup ListInstanceInfo GetMetrics GetLeaderElectorConfig",
+        _VIEWERS: "ListStorage GetInstanceGroup ListInstanceGroup ListInstanceInfo GetMetrics GetLeaderElectorConfig",
         _MATCH: "GetCacheMeta",
         _REMOVE: "RemoveCache",
         _WRITE: "RegisterInstance",

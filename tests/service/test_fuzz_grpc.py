@@ -34,7 +34,7 @@ _ALLOWED = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.UNAVAILABLE,
 }
-_DATA_SERVICES = {"MetaService", "LeaseService", "PinService", "PoolService"}
+_DATA_SERVICES = {"MetaService", "LeaseService", "PinService", "PoolService", "ResidencyService"}
 _CALLS = [(service, method) for service in SERVICES.values() for method in service.methods]
 
 
@@ -47,6 +47,9 @@ _HOSTILE_NAMES = (
 _NUMBERS = (0, 1, -1, 2, 7, 100, 2**31 - 1, -(2**31), 2**31, 2**53 + 1, 2**62, 2**63 - 1, -(2**63))
 _FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
 _MOST_DEPTH = 4
+
+
+_UNSIGNED = {FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_UINT64}
 
 
 class HostileRequests:
@@ -92,6 +95,9 @@ class HostileRequests:
         repeated = getattr(message, field.name)
         if field.message_type is None:
             repeated.append(self._value(field))
+        elif field.message_type.GetOptions().map_entry:
+            key, value = field.message_type.fields
+            repeated[self._value(key)] = self._value(value)
         elif len(repeated) < 20 and depth < _MOST_DEPTH:
             repeated.add().CopyFrom(self.message(field.message_type, depth + 1))
 
@@ -101,6 +107,8 @@ class HostileRequests:
             return random.choice([*field.enum_type.values_by_number, 4242, -1])
         if kind == FieldDescriptor.TYPE_STRING:
             return self._text()
+        if kind == FieldDescriptor.TYPE_BYTES:
+            return random.randbytes(random.choice((0, 1, 7, 8, 64, 70_000)))
         if kind == FieldDescriptor.TYPE_BOOL:
             return random.random() < 0.5
         if kind == FieldDescriptor.TYPE_DOUBLE:
@@ -108,7 +116,7 @@ class HostileRequests:
         number = random.choice((*_NUMBERS, random.getrandbits(63)))
         if kind == FieldDescriptor.TYPE_INT32:
             return max(-(2**31), min(number, 2**31 - 1))
-        return number % 2**64 if kind == FieldDescriptor.TYPE_FIXED64 else number
+        return number % 2**64 if kind in _UNSIGNED else number
 
     def _text(self) -> str:
         random = self._random

@@ -38,6 +38,7 @@ from kvcm.service.json_codec import (
 from kvcm.service.translate import fill, read, read_storage, write_storage
 
 Request = meta.GetCacheLocationRequest
+Indexer = admin.MetaIndexerConfig
 
 
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
@@ -46,11 +47,15 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 }
 
 
 def field_values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    if field.message_type and field.message_type.GetOptions().map_entry:
+        key, value = (SCALARS[each.type] for each in field.message_type.fields)
+        return st.dictionaries(key, value, max_size=3)
     if field.message_type:
         single = messages(field.message_type)
     elif field.enum_type:
@@ -106,6 +111,20 @@ ACCEPTED: list[tuple[str, Message]] = [
     ('{"parent_block_key": 0}', meta.StartWriteCacheRequest(parent_block_key=0)),
     ("{}", meta.StartWriteCacheRequest()),
     ('{"trace_id": "\\u00e9 é \\ud83d\\ude00 \\u0000"}', Request(trace_id="é é 😀 \0")),
+    ('{"persist_metadata_interval_time_ms": "600"}', Indexer(persist_metadata_interval_time_ms={"value": 600})),
+    ('{"persistMetadataIntervalTimeMs": 0}', Indexer(persist_metadata_interval_time_ms={})),
+    ('{"persist_metadata_interval_time_ms": null}', Indexer()),
+    ('{"system_status": {"load": "0.5"}}', meta.HeartbeatEventParams(system_status={"load": "0.5"})),
+    ('{"retry_after_ms": "18446744073709551615"}', meta.ReportEventResponse(retry_after_ms=2**64 - 1)),
+    *(
+        (f'{{"{key}": ["s"]}}', admin.InstanceGroup(event_report_storage_candidates=["s"]))
+        for key in (
+            "event_report_storage_candidates",
+            "eventReportStorageCandidates",
+            "event_reporting_storage_candidates",
+            "eventReportingStorageCandidates",
+        )
+    ),
     ('{"\\ud800": 1, "query_type": "\\ud800"}', Request()),
     (json.dumps({"trace_id": "[{" * 1000}), Request(trace_id="[{" * 1000)),  # brackets in strings are no nesting
     (json.dumps({"token_ids": list(range(-(2**63), -(2**63) + 65_536))}),
@@ -257,6 +276,7 @@ ALL_MESSAGES = [message for file in FILES.values() for message in file.message_t
 ROUND_TRIP = [
     *(meta.GetCacheLocationRequest, meta.StartWriteCacheRequest, meta.FinishWriteCacheRequest),
     *(meta.StartWriteCacheResponse, admin.InstanceGroup),
+    *(meta.ReportEventRequest, meta.ReportEventResponse, meta.GetHostCacheStateResponse),
 ]
 
 

@@ -16,10 +16,14 @@ def pool_spec(node_id: str = "node-1", capacity_bytes: int = MIB) -> Fields:
     return {"tair_mem_pool": {"node_id": node_id, "capacity_bytes": capacity_bytes}}
 
 
-def _report(site: Site, **changes: Any) -> Fields:
-    name = site.storage(**pool_spec())
+def pool_report(name: str) -> Fields:
+    """Return the fields of a report that says that such a pool is there."""
     fields = {"storage_unique_name": name, "node_id": "node-1", "generation": 2**64 - 1, "capacity_bytes": MIB}
-    return {**fields, "valid_ms": 60_000, **changes}
+    return {**fields, "valid_ms": 60_000}
+
+
+def _report(site: Site, **changes: Any) -> Fields:
+    return {**pool_report(site.storage(**pool_spec())), **changes}
 
 
 GOOD: dict[str, Callable[[Site], Fields]] = {"PoolService.ReportPool": _report}

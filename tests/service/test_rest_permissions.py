@@ -17,8 +17,8 @@ from kvcm.model.principals import new_key
 _VIEWERS = {"viewer", "operator", "admin"}
 _OPERATORS = {"operator", "admin"}
 _ADMINS = {"admin"}
-_OF_INSTANCES = {"getInstance", "exploreInstance", "listPins", "createPin", "deletePin"}
-_OF_A = {"match", "write", "remove", "pin", "engine"}
+_OF_INSTANCES = {"getInstance", "exploreInstance", "listPins", "createPin", "deletePin", "score", "listReporters"}
+_OF_A = {"match", "write", "remove", "pin", "score", "engine"}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,12 @@ def _explore(_site: Site, tenants: Tenants) -> tuple[str, str, Any]:
     return "POST", f"/v1/instances/{component(tenants.instances['a'])}/explore", {"block_keys": ["1"]}
 
 
+def _score(_site: Site, tenants: Tenants) -> tuple[str, str, Any]:
+    return "POST", "/v1/score", {"instance_id": tenants.instances["a"], "block_keys": ["1"]}
+
+
 _PINNING = {"pin", "engine", "everywhere"}
+_SCORING = {"score", "engine", "everywhere"}
 ACTIONS = {
     "listStorages": _get("/v1/storages"),
     "getStorage": Deed(_VIEWERS, _storage("GET")),
@@ -174,6 +179,8 @@ ACTIONS = {
         lambda _site, tenants: ("GET", f"/v1/pins?instance={component(tenants.instances['a'])}", None),
     ),
     "createPin": Deed(_OPERATORS | _PINNING, _create_pin),
+    "score": Deed(_OPERATORS | _SCORING, _score),
+    "listReporters": _on_a("instances", "/v1/instances/{}/residency", _VIEWERS | _SCORING),
     "deletePin": Deed(_OPERATORS | _PINNING, lambda site, tenants: ("DELETE", _pin(site, tenants), None)),
 }
 _STRANGERS = {"anonymous": "", "malformed": "Bearer kvcm_x", "wrong": f"Bearer {new_key().text}"}

@@ -228,7 +228,8 @@ def test_a_storage_is_created_read_replaced_and_removed(rest: RestClient, calls:
     assert (made.status, made.headers["location"]) == (201, path)
     named = {"global_unique_name": name, "dummy": {"root_path": name, "key_count_per_file": 0}}
     limits = {"capacity_bytes": 2**60, "used_percentage": 0.0}
-    assert made.body == {**named, **limits, "check_storage_available_when_open": False, "is_available": True}
+    rest_of_it = {"storage_type": "ST_DUMMY", "check_storage_available_when_open": False, "is_available": True}
+    assert made.body == {**named, **limits, **rest_of_it}
     read = rest.get(path)
     assert (read.body, read.headers["etag"]) == (made.body, made.headers["etag"])
     assert made.body in rest.items("/v1/storages")

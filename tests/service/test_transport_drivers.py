@@ -27,17 +27,20 @@ from kvcm.protocol import admin_service_pb2 as admin
 DEADLINE_SECONDS = 30.0
 _MODULES = {"MetaService": "kvcm.protocol.meta_service", "AdminService": "kvcm.protocol.admin_service"} | {
     f"{name}Service": f"kvcm.protocol.kvcm.v1.{name.lower()}_service"
-    for name in ("Lease", "Pin", "Pool", "Group", "Capacity", "Insight", "Storage", "Config", "Access")
+    for name in ("Lease", "Pin", "Pool", "Residency", "Group", "Capacity", "Insight", "Storage", "Config", "Access")
 }
 SERVICES: dict[str, ServiceDescriptor] = {
     name: import_module(f"{module}_pb2").DESCRIPTOR.services_by_name[name] for name, module in _MODULES.items()
 }
 """Every service that a manager serves."""
 
-ON_ADMIN_PORT = SERVICES.keys() - {"MetaService", "LeaseService", "PinService", "PoolService"}
+ON_ADMIN_PORT = SERVICES.keys() - {"MetaService", "LeaseService", "PinService", "PoolService", "ResidencyService"}
 """Those of them that are served on the admin port."""
 
 _CODES = admin.ErrorCode  # numbers agree in all packages
+
+_HTTP_NAMES = {("GroupService", "ListInstanceGroup"): "listInstanceGroups"}
+"""Of calls whose path is not that of their name, which another one has."""
 
 Value = TypeVar("Value")
 
@@ -207,7 +210,8 @@ class HttpDriver:
     def _post(self, service: str, rpc: str, body: bytes, authorization: str | None = None) -> HttpAnswer:
         connection = self.admin if service in ON_ADMIN_PORT else self.data
         headers = self._headers if authorization is None else {"authorization": authorization} if authorization else {}
-        return post(connection, f"/api/{rpc[0].lower()}{rpc[1:]}", body, headers=headers)
+        name = _HTTP_NAMES.get((service, rpc), rpc[0].lower() + rpc[1:])
+        return post(connection, f"/api/{name}", body, headers=headers)
 
     def attempt(self, service: str, rpc: str, request: Message, authorization: str | None = None) -> Turn:
         body = json_format.MessageToJson(request, preserving_proto_field_name=True, indent=None)

@@ -12,10 +12,12 @@ import test_access_cases
 import test_admin_cases
 import test_capacity_cases
 import test_config_cases
+import test_event_report_cases
 import test_insight_cases
 import test_meta_cases
 import test_pin_cases
 import test_pool_cases
+import test_residency_cases
 import test_storage_cases
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from test_meta_cases import Fields, Refused
@@ -24,7 +26,8 @@ from test_transport_sites import Site, unique
 
 _TABLES = [
     *(test_meta_cases, test_pin_cases, test_pool_cases, test_admin_cases, test_capacity_cases, test_storage_cases),
-    *(test_config_cases, test_access_cases, test_insight_cases),
+    *(test_config_cases, test_access_cases, test_insight_cases, test_residency_cases),
+    test_event_report_cases,
 ]
 GOOD = {rpc: make for table in _TABLES for rpc, make in table.GOOD.items()}
 REFUSED = {rpc: cases for table in _TABLES for rpc, cases in table.REFUSED.items()}
@@ -79,6 +82,9 @@ def _long_texts(descriptor: Descriptor, depth: int = 0) -> Iterator[Fields]:
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_STRING:
             values: Iterator[Any] = iter(["x" * 200_000])
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            yield from ({field.name: value} for value in ({"x" * 200_000: "x"}, {"x": "x" * 200_000}))
+            continue
         elif field.message_type is not None and depth < 4:
             values = _long_texts(field.message_type, depth + 1)
         else:
