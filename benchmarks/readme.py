@@ -483,6 +483,8 @@ TABLES: list[tuple[str, str, str, Callable[[Rows], list[str]]]] = [
     ("docs/metadata.md", "scale", "scale.json", costs_table),
     ("docs/metadata.md", "idle", "idle.json", judged_table),
     ("docs/metadata.md", "shared-writes", "shared_writes.json", judged_table),
+    ("docs/residency.md", "residency", "residency.json", costs_table),
+    ("docs/residency.md", "routing", "routing.json", costs_table),
     ("docs/metadata.md", "group-move", "group_move.json", judged_table),
     ("docs/engines.md", "compatibility", "compatibility.json", compatibility_table),
     ("docs/vllm.md", "conversation", "conversation.json", conversation_table),

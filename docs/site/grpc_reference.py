@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import grpc_tools  # type: ignore[import-untyped]
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
     EnumDescriptorProto,
@@ -14,13 +15,14 @@ from google.protobuf.descriptor_pb2 import (
     FileDescriptorProto,
     FileDescriptorSet,
 )
-from grpc_tools import protoc  # type: ignore[import-untyped]
+from grpc_tools import protoc
 from markdown_text import anchor, cell, page, table
 from served import ServedCall
 
 __all__ = ["grpc_pages"]
 
 PROTO = Path(__file__).resolve().parents[2] / "proto"
+WELL_KNOWN = Path(grpc_tools.__file__).parent / "_proto"
 _TITLES = {
     "meta_service": "Calls of engines",
     "admin_service": "Calls of operators",
@@ -66,7 +68,7 @@ def _descriptors() -> FileDescriptorSet:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "set"
         sources = sorted(str(path) for path in PROTO.rglob("*.proto"))
-        arguments = [f"-I{PROTO}", "--include_source_info", f"--descriptor_set_out={out}", *sources]
+        arguments = [f"-I{PROTO}", f"-I{WELL_KNOWN}", "--include_source_info", f"--descriptor_set_out={out}", *sources]
         if protoc.main(["protoc", *arguments]) != 0:
             raise RuntimeError("protoc failed; its message above names the file and the line")
         return FileDescriptorSet.FromString(out.read_bytes())
@@ -137,10 +139,13 @@ def _message(
     name = f"{outer}{message.name}"
     lines = [f"### {name}", "", file.said(*path), ""]
     rows = []
+    maps = {inner.name: inner for inner in message.nested_type if inner.options.map_entry}
     for place, each in enumerate(message.field):
+        entry = maps.get(each.type_name.rpartition(".")[2])
+        kind = _type(each, where, file) if entry is None else _map_type(entry, where, file)
         about = cell(file.said(*path, _FIELD, place))
         choice = f"one of `{message.oneof_decl[each.oneof_index].name}`; " if _is_choice(each) else ""
-        rows.append((f"`{each.name}`", _type(each, where, file), str(each.number), choice + about))
+        rows.append((f"`{each.name}`", kind, str(each.number), choice + about))
     lines += table(("field", "type", "number", "meaning"), rows) or ["No fields.", ""]
     for place, enum in enumerate(message.enum_type):
         lines += _enum(file, enum, (*path, _INNER_ENUM, place), f"{name}.")
@@ -169,6 +174,11 @@ def _type(each: FieldDescriptorProto, where: Mapping[str, str], file: _File) -> 
         name = f"`{FieldDescriptorProto.Type.Name(each.type).removeprefix('TYPE_').lower()}`"
     repeated = "repeated " if each.label == FieldDescriptorProto.LABEL_REPEATED else ""
     return f"{repeated}{'optional ' if each.proto3_optional else ''}{name}"
+
+
+def _map_type(entry: DescriptorProto, where: Mapping[str, str], file: _File) -> str:
+    key, value = (_type(each, where, file) for each in entry.field)
+    return f"map of {key} to {value}"
 
 
 def _link(type_name: str, where: Mapping[str, str], file: _File) -> str:

@@ -82,8 +82,8 @@ def _asked(data: str, admin: str) -> Served:
     calls: dict[tuple[str, str], ServedCall] = {}
     for plane, address in (("data", data), ("admin", admin)):
         for path, item in _document(address, "/openapi.json")["paths"].items():
-            call = item["post"]
-            calls[call["tags"][0], call["operationId"]] = ServedCall(path, plane)
+            service, _, name = item["post"]["description"].rpartition(".")
+            calls[service, name] = ServedCall(path, plane)
     return Served(calls, _document(admin, "/v1/openapi.json"))
 
 
