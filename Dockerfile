@@ -8,7 +8,7 @@ WORKDIR /build
 RUN python3 -m venv --without-pip /opt/kvcm
 # Packages before the code: what changes rarely is built rarely.
 COPY pyproject.toml .ci/constraints.txt deploy/images/requirements.py ./
-RUN python3 requirements.py server tracing gateway subscriber > server.txt \
+RUN python3 requirements.py server tracing > server.txt \
   && pip --python /opt/kvcm/bin/python install --no-cache-dir --constraint constraints.txt --requirement server.txt
 COPY . .
 ARG KVCM_VERSION=0.2.0.dev0

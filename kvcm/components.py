@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -971,8 +972,9 @@ class Components:
 
     async def _maintain_residency(self) -> None:
         self.residency.expire()
+        end = time.monotonic() + _RESIDENCY_SECONDS  # blocks may be dropped faster than their memory is swept
         has_more = True
-        while has_more:
+        while has_more and time.monotonic() < end:
             has_more = self.residency.maintain()
             await asyncio.sleep(0)
 

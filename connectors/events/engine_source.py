@@ -27,6 +27,8 @@ _NUMBER_BYTES: Final = 8
 _END: Final = b"\xff" * _NUMBER_BYTES
 _WILDCARDS: Final = ("//*:", "//0.0.0.0:", "//[::]:", "//:::")
 _RECONNECT_MS, _RECONNECT_MAX_MS = 100, 2000
+_HEARTBEAT_MS: Final = 2000
+_HEARTBEAT_TIMEOUT_MS: Final = 6000
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ class EngineSource:
         self._socket = self._new_socket(self._zmq.SUB)
         self._socket.setsockopt(self._zmq.RCVHWM, 0)  # what waits here is bounded by what engines keep anyway
         self._socket.setsockopt(self._zmq.SUBSCRIBE, endpoints.topic.encode())
-        events = self._zmq.EVENT_CONNECTED | self._zmq.EVENT_ACCEPTED | self._zmq.EVENT_DISCONNECTED
+        # Not CONNECTED: a proxy in front of a dead engine accepts, too, and then closes.
+        events = self._zmq.EVENT_HANDSHAKE_SUCCEEDED | self._zmq.EVENT_DISCONNECTED
         self._monitor = self._socket.get_monitor_socket(events)
         if endpoints.binds:
             self._socket.bind(endpoints.endpoint)
@@ -227,6 +230,9 @@ class EngineSource:
         socket.setsockopt(self._zmq.LINGER, 0)
         socket.setsockopt(self._zmq.RECONNECT_IVL, _RECONNECT_MS)
         socket.setsockopt(self._zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
+        # A host that vanished without a word, or a connection that a firewall forgot, would look like a quiet engine.
+        socket.setsockopt(self._zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         if "[" in self._endpoints.endpoint:
             socket.setsockopt(self._zmq.IPV6, 1)
         return socket

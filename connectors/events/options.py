@@ -35,6 +35,7 @@ __all__ = ["EngineOptions", "SubscriberOptions", "parse_arguments"]
 
 _ENGINES: Final = ("vllm", "sglang")
 _GROUP: Final = re.compile(r"([0-9]{1,3})=([A-Za-z0-9_.-]{1,128})")
+_MOST_KEYS: Final = 8192  # that a manager takes in one report
 _MAX_RANKS: Final = 1024
 
 
@@ -171,9 +172,9 @@ class SubscriberOptions:
         names = [(each.instance_id, each.engine_address) for each in self.engines]
         if len(set(names)) < len(names):
             raise InvalidArgumentError("two engines have the same engine_address and instance_id")
-        for name in ("batch_keys", "snapshot_keys", "most_pending"):
-            if not 1 <= getattr(self, name) <= 1 << 24:
-                raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be 1 to {1 << 24}")
+        for name, most in (("batch_keys", _MOST_KEYS), ("snapshot_keys", _MOST_KEYS), ("most_pending", 1 << 24)):
+            if not 1 <= getattr(self, name) <= most:
+                raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be 1 to {most}")
         if not 0 <= self.batch_ms <= 60_000:
             raise InvalidArgumentError(f"option 'batch_ms' is {self.batch_ms}, must be 0 to 60000")
 

@@ -72,7 +72,7 @@ class ReporterSettings:
     """Sizes and times of reports.
 
     Attributes:
-        batch_keys: changes that are sent at once.
+        batch_keys: changes that are sent at once; a manager takes 8,192.
         batch_seconds: how long fewer changes wait for more.
         snapshot_keys: blocks of one part of a snapshot.
         most_pending: changes that are kept for a manager that does not answer.
@@ -311,8 +311,6 @@ class Reporter:
             stream=self._stream,
             sequence=self._sequence,
         )
-        if self._sequence == 1:
-            report.key_scheme.CopyFrom(_key_scheme(identity.scheme))
         if self._is_stopping:
             report.stopped = True
         elif self._takes_part_now():
@@ -320,6 +318,8 @@ class Reporter:
         else:
             report.changes.extend(self._pending.take(self._settings.batch_keys))
             self._pending_since = self._clock()
+        if self._sequence == 1 or report.snapshot.first:  # a manager that asks for a snapshot may have forgotten it
+            report.key_scheme.CopyFrom(_key_scheme(identity.scheme))
         return report
 
     def _takes_part_now(self) -> bool:

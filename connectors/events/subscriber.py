@@ -30,7 +30,7 @@ from kvcm.connectors.events.options import EngineOptions, SubscriberOptions, par
 from kvcm.connectors.events.packages import require_packages, zmq
 from kvcm.connectors.events.reporter import Reporter, ReporterIdentity, ReporterSettings, run_reporter
 from kvcm.connectors.events.stream import EventStream, StreamSettings
-from kvcm.model.errors import InvalidArgumentError, StorageIOError, UnsupportedError
+from kvcm.model.errors import InvalidArgumentError, UnsupportedError
 from kvcm.model.key_schemes import KeyScheme, vllm_root
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
 
@@ -274,15 +274,20 @@ class EngineSubscriber:
 
     def _start(self) -> None:
         while not self._stop.is_set():
+            made: list[RankSubscriber] = []
             try:
                 plans = rank_plans(self._engine, self._options, self._login)
-            except (InvalidArgumentError, StorageIOError, UnsupportedError) as error:
-                if str(error) != self._trouble:
-                    _log.error("engine %s is not read until this is resolved: %s", self._engine.engine_address, error)
-                self._trouble = str(error)
+                made.extend(RankSubscriber(plan, self._senders()) for plan in plans)
+            except Exception as error:  # also of what an engine that starts, or a port that is taken, brings about
+                for rank in made:
+                    rank.close()
+                reason = str(error) or type(error).__name__
+                if reason != self._trouble:
+                    _log.error("engine %s is not read until this is resolved: %s", self._engine.engine_address, reason)
+                self._trouble = reason
                 self._stop.wait(_RETRY_SECONDS)
                 continue
-            self.ranks = tuple([RankSubscriber(plan, self._senders()) for plan in plans])
+            self.ranks = tuple(made)
             self._trouble = ""
             for plan in plans:
                 _log.info("%s is read at %s", plan.identity, plan.endpoints.endpoint)
@@ -311,7 +316,10 @@ def rank_plans(engine: EngineOptions, options: SubscriberOptions, login: Credent
         RankPlan(
             ReporterIdentity(engine.instance_id, engine.engine_address, rank, scheme),
             endpoints,
-            MappingSettings(engine.engine, scheme, engine.group_specs, engine.counts_copies),
+            # SGLang stores a block once; what repeats a store there does not repeat its removal.
+            MappingSettings(
+                engine.engine, scheme, engine.group_specs, engine.counts_copies and engine.engine == "vllm"
+            ),
             StreamSettings(bool(endpoints.replay_endpoint), engine.replay_seconds, engine.engine_seconds),
             ReporterSettings(
                 batch_keys=options.batch_keys,

@@ -50,6 +50,10 @@ class GatewayApp:
         metrics: of the gateway.
         clock: for the pages.
         new_id: makes ids of requests.
+
+    Attributes:
+        is_draining: whether new requests are refused.
+        active_requests: requests in progress, also those whose bodies are still arriving.
     """
 
     def __init__(
@@ -73,6 +77,8 @@ class GatewayApp:
         self._new_id = new_id
         self._buffered_bytes = 0
         self._running: set[asyncio.Task[Any]] = set()
+        self.active_requests = 0
+        self._is_cut_off = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.is_draining = False
@@ -86,10 +92,11 @@ class GatewayApp:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
-        return not self._running
+        return not self.active_requests
 
     async def cut_off(self) -> None:
-        """End the requests that are left."""
+        """End the requests that are left, and begin no other."""
+        self._is_cut_off = True
         await end_tasks(list(self._running))
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -149,10 +156,13 @@ class GatewayApp:
     ) -> None:
         begin = time.perf_counter()
         record, held = Record(), _Held(self)
+        self.active_requests += 1  # from here on: a body that is still arriving is waited for, too
+        self._idle.clear()
         try:
             body = await self._read(scope, receive, held)
             if body is None:
                 return
+            self._check_end()
             facts = self._facts(path, scope, body)
             outgoing = self._outgoing(scope, path, body, request_id)
             await self._answer(outgoing, facts, request_id, receive=receive, send=send, record=record)
@@ -170,6 +180,9 @@ class GatewayApp:
             raise ApiError("the gateway failed: its log says why", status=500, code="error") from None
         finally:
             held.release()
+            self.active_requests -= 1
+            if not self.active_requests:
+                self._idle.set()
             self._metrics.requests.labels(record.engine, self._metrics.policy, record.outcome).inc()
             _log.info(
                 "request",
@@ -182,6 +195,10 @@ class GatewayApp:
                 sent_bytes=record.sent_bytes,
                 seconds=round(time.perf_counter() - begin, 4),
             )
+
+    def _check_end(self) -> None:
+        if self._is_cut_off:
+            raise ApiError("the gateway ends: send it to another one", status=503, code="draining")
 
     async def _answer(
         self,
@@ -197,7 +214,6 @@ class GatewayApp:
         answering = asyncio.create_task(self._proxy.answer(outgoing, facts, request_id, send=send, record=record))
         leaving = asyncio.create_task(_disconnected(receive))
         self._running.add(answering)
-        self._idle.clear()
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -210,8 +226,6 @@ class GatewayApp:
         finally:
             await end_tasks([answering, leaving])
             self._running.discard(answering)
-            if not self._running:
-                self._idle.set()
 
     async def _read(self, scope: MutableMapping[str, Any], receive: Receive, held: _Held) -> bytes | None:
         """Return the body of a request, None where its client goes away."""

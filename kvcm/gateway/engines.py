@@ -175,7 +175,7 @@ class Engine:
         """Record that a request was answered, whatever the answer says of the request."""
         if self.state is EngineState.EJECTED:  # it was sent before
             return
-        self._failed_requests = self._failed_probes = 0
+        self._failed_requests = 0  # probes are judged apart: an engine may answer and be broken
         if self.state is EngineState.TRIAL:
             self._ejections = 0
             self._enter(EngineState.HEALTHY)

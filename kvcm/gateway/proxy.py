@@ -33,6 +33,7 @@ REQUEST_ID_HEADER: Final = b"x-request-id"
 _RANK_HEADER: Final = b"x-data-parallel-rank"
 _ELSEWHERE: Final = frozenset({429, 502, 503})  # the engine says that it has not begun
 _AT_FAULT: Final = frozenset({502, 503, 504})
+_SERVER_ERRORS: Final = 500
 _RETRY_SECONDS: Final = 1
 _SET_HERE: Final = frozenset({ENGINE_HEADER, REQUEST_ID_HEADER, b"date"})  # the server of the gateway writes a date
 
@@ -236,7 +237,7 @@ class Proxy:
     def _judge(engine: Engine, status: int) -> None:
         if status in _AT_FAULT:
             engine.record_failure(str(status))
-        else:
+        elif status < _SERVER_ERRORS:  # another error of the server says neither that it works nor that it does not
             engine.record_success()
 
     async def _pass_on(

@@ -23,6 +23,11 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes, in which nothing is scored
+    ("grpc.keepalive_time_ms", 10_000),  # a host that vanished without a word is noticed
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),  # proxies of the environment are for downloads, and would see the key
 )
 
 

@@ -46,6 +46,7 @@ class Medium(IntEnum):
 
 # What a block counts for that is in a medium: a prefix in a slower one counts the faster ones, too.
 _GPU, _HOST, _DISK, _JOINT = 1, 2, 4, 8
+_PREFIXES: Final = (_GPU, _HOST, _DISK, _JOINT)  # in the order of `Prefixes`
 _FLAGS: Final = {Medium.GPU: _GPU | _HOST | _DISK, Medium.HOST: _HOST | _DISK, Medium.DISK: _DISK}
 
 
@@ -146,6 +147,22 @@ class _Rows:
         """Forget all rows."""
         self._place_of.fill(-1)
         self._used = 0
+
+
+def _first_places(sets: Values, stored: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return where each pair of a set and a place in storages occurs first: what ends a prefix, ends it there.
+
+    Neighbours are mostly equal, so runs of them are made first, and only their beginnings are put in order.
+    """
+    pairs = sets.astype(np.int64) * 2 + stored
+    is_new = np.empty(len(pairs), np.bool_)
+    is_new[:1] = True
+    np.not_equal(pairs[1:], pairs[:-1], out=is_new[1:])
+    starts = np.flatnonzero(is_new)
+    _, firsts = np.unique(pairs[starts], return_index=True)
+    firsts.sort()
+    found: NDArray[np.int64] = starts[firsts]
+    return found
 
 
 class BlockHolders:
@@ -309,14 +326,22 @@ class BlockHolders:
             sets = np.concatenate((sets, self._table.find(keys[first:])))
         if stored is None:
             stored = np.zeros(len(sets), np.bool_)
-        is_new = (sets[1:] != sets[:-1]) | (stored[1:] != stored[:-1])
-        starts = np.concatenate(([0], np.flatnonzero(is_new) + 1)) if len(sets) else np.zeros(0, np.int64)
-        ends = np.append(starts[1:], len(sets))  # of each run of equal blocks
-        held = self._held(sets[starts], columns)
-        held[:, :] |= ((held & _DISK) << 1) | (stored[starts] * np.uint8(_JOINT))[:, None]
-        np.bitwise_and.accumulate(held, axis=0, out=held)
-        lengths = np.concatenate(([0], ends))
-        return Prefixes(*(lengths[np.count_nonzero(held & flag, axis=0)] for flag in (_GPU, _HOST, _DISK, _JOINT)))
+        starts = _first_places(sets, stored)
+        lengths = np.append(starts, len(sets))
+        counts = np.zeros((len(_PREFIXES), len(columns)), np.int64)
+        going = np.full(len(columns), 255, np.uint8)
+        for begin in range(0, len(starts), _MOST_ROWS):
+            window = starts[begin : begin + _MOST_ROWS]
+            held = self._held(sets[window], columns)
+            held |= ((held & _DISK) << 1) | (stored[window] * np.uint8(_JOINT))[:, None]
+            held[0] &= going
+            np.bitwise_and.accumulate(held, axis=0, out=held)
+            for number, flag in enumerate(_PREFIXES):
+                counts[number] += np.count_nonzero(held & flag, axis=0)
+            going = held[-1]
+            if not going.any():
+                break
+        return Prefixes(*lengths[counts])
 
     def held_run(self, keys: Keys) -> int:
         """Return how many blocks from the first on are held by some engine each, not always the same."""
@@ -394,13 +419,15 @@ class BlockHolders:
         return self._rows.take(self._places(sets), columns)
 
     def _places(self, sets: Values) -> NDArray[np.int64]:
-        """Return the places of the rows of sets."""
+        """Return the places of the rows of sets, which are at most _MOST_ROWS."""
+        assert len(sets) <= _MOST_ROWS
         rows = self._rows
         places = rows.find(sets, self._sets.end)
-        if (places < 0).any():
-            if rows.reserve(len(sets), self._columns + 1):
-                places.fill(-1)
-            for number in set(sets[places < 0].tolist()):
+        missing = np.unique(sets[places < 0])
+        if len(missing):
+            if rows.reserve(len(missing), self._columns + 1):  # of these sets, those that had rows have none any more
+                missing = np.unique(sets)
+            for number in missing.tolist():
                 rows.add(number, self._make_row(self._sets.bits(number)))
             places = rows.find(sets, self._sets.end)
         return places

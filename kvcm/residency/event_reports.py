@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -195,6 +196,7 @@ class _Reporter:
         generation: that its blocks belong to; empty before the first.
         last_snapshot: when the last one took effect; None before the first.
         times: of its storage, as last seen.
+        life: number of its registration; 0 where it did not register.
     """
 
     source: StorageType
@@ -203,6 +205,7 @@ class _Reporter:
     last_heartbeat: float
     times: EventTimes
     is_visible: bool = True
+    life: int = 0
     generation: str = ""
     last_snapshot: float | None = None
     holdings: _Holdings = field(default_factory=dict)
@@ -248,7 +251,8 @@ class EventReports:
         self._counts = counts
         self._reporters: dict[_Identity, _Reporter] = {}
         self._of_host: dict[str, list[_Reporter]] = {}
-        self._tombstones: dict[_Identity, None] = {}
+        self._tombstones: dict[_Identity, int] = {}  # with the number of the life that they ended
+        self._next_life = count(1)
         self.memory_bytes = 0
 
     def __len__(self) -> int:
@@ -280,6 +284,11 @@ class EventReports:
         """Return whether a reporter was unregistered and has not registered since."""
         self._settle(self._reporters.get((source, host)))
         return (source, host) in self._tombstones
+
+    def life(self, source: StorageType, host: str) -> int:
+        """Return a number that is another one after each registration of a reporter, and after its end."""
+        reporter = self._reporters.get((source, host))
+        return reporter.life if reporter is not None else self._tombstones.get((source, host), 0)
 
     def generation(self, source: StorageType, host: str) -> str:
         """Return the generation that a reporter's blocks belong to, empty for none."""
@@ -316,6 +325,7 @@ class EventReports:
         self._settle(self._reporters.get((source, host)))
         self._tombstones.pop((source, host), None)
         self.heartbeat(source, host)
+        self._reporters[source, host].life = next(self._next_life)
 
     def heartbeat(self, source: StorageType, host: str) -> None:
         """A reporter is alive; one that was unavailable is back with all that it holds.
@@ -439,7 +449,7 @@ class EventReports:
     def _bury(self, source: StorageType, host: str) -> None:
         # The latest are kept: an event is late by seconds, and whatever names hosts could name any number of them.
         self._tombstones.pop((source, host), None)
-        self._tombstones[source, host] = None
+        self._tombstones[source, host] = next(self._next_life)
         if len(self._tombstones) > self._most_reporters:
             del self._tombstones[next(iter(self._tombstones))]
 

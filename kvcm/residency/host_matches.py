@@ -96,8 +96,8 @@ class _Prefixes:
         self._is_going = is_held[-1].copy()
         if self._query.needs_linear:
             is_held &= np.all(held[:, full_parts:], axis=1)
-        reach = (is_held * np.arange(start + 1, start + 1 + len(is_held))[:, None]).max(axis=0)
-        np.maximum(self.lengths, reach, out=self.lengths)
+        last = start + len(is_held) - is_held[::-1].argmax(axis=0)  # one behind the last block that is held
+        np.maximum(self.lengths, last, out=self.lengths, where=is_held.any(axis=0))
 
 
 def _windows(count: int, columns: int, parts: int) -> Iterator[slice]:

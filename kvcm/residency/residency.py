@@ -48,6 +48,7 @@ __all__ = [
     "SnapshotPart",
 ]
 
+_ENDED_FACTOR: Final = 2  # ended streams that are known, for each reporter that there may be
 _FORGET_FACTOR: Final = 10  # timeouts after which a quiet reporter is forgotten with all that it reported
 
 
@@ -264,7 +265,7 @@ class InstanceResidency:
         *,
         limits: ResidencyLimits,
         counts: ResidencyCounts,
-        may_add: Callable[[], bool],
+        may_add: Callable[[InstanceResidency], bool],
         events: Callable[[BlockHolders, HostColumns], EventReports],
     ) -> None:
         self.instance = instance
@@ -277,7 +278,8 @@ class InstanceResidency:
         self._clock = clock
         self._limits = limits
         self._counts = counts
-        self.may_add = may_add
+        self._may_add = may_add
+        self._ended: dict[tuple[Engine, str], float] = {}  # streams, and when they ended
         self._reporters: dict[Engine, _Reporter] = {}
         self._ranks: dict[str, list[Engine]] = {}  # of the reporters, by address
 
@@ -287,6 +289,11 @@ class InstanceResidency:
         if self.instance.block_size > 0:
             return self.instance.block_size
         return self.key_scheme.block_tokens if self.key_scheme is not None else 1
+
+    @property
+    def has_own_reporters(self) -> bool:
+        """Whether an engine reports in our own way, and not by events."""
+        return bool(self._reporters)
 
     @property
     def memory_bytes(self) -> int:
@@ -365,6 +372,10 @@ class InstanceResidency:
         found = [find(f"{address}@{rank}" if rank else address, -1) for address, rank in engines]  # each one's `host`
         return np.array(found, np.int64)
 
+    def may_add(self) -> bool:
+        """Return whether there is memory for more blocks."""
+        return self._may_add(self)
+
     def units(self, media: frozenset[str]) -> Iterator[Unit]:
         """Yield the units of reporters that are available.
 
@@ -372,10 +383,11 @@ class InstanceResidency:
             media: kinds of memory, as reporters of events call them; of our own reports, a text counts that means the
                 same. None for all.
         """
+        wanted = {medium for medium in Medium if not media or any(is_medium(text, medium) for text in media)}
         for reporter in self._reporters.values():
             if not reporter.is_quiet:
                 for (medium, _), unit in reporter.visible.items():
-                    if not media or any(is_medium(text, medium) for text in media):
+                    if medium in wanted:
                         yield unit
         yield from self.events.units(media)
 
@@ -387,6 +399,9 @@ class InstanceResidency:
         Raises:
             CapacityError: there are too many reporters.
         """
+        if self._is_late(report):
+            self._counts.repeated += 1
+            return ReportResult(report.sequence, False, 0)
         reporter = self._reporter_of(report)
         if report.sequence <= reporter.sequence:
             self._counts.repeated += 1
@@ -400,6 +415,7 @@ class InstanceResidency:
         if report.key_scheme is not None:
             self.key_scheme = report.key_scheme
         if report.stopped:
+            self._end(report.engine, report.stream)
             self._remove(reporter)
             return ReportResult(report.sequence, False, 0)
         if report.snapshot is not None and report.snapshot.first:
@@ -411,6 +427,25 @@ class InstanceResidency:
             self._commit(reporter)
         return _result(reporter)
 
+    def _is_late(self, report: Report) -> bool:
+        """Return whether a report is of a stream that ended: it was under way, or of a second reporter of the engine.
+
+        The stream that began last counts, as long as it lives; then another may take its place.
+        """
+        ended_at = self._ended.get((report.engine, report.stream))
+        if ended_at is None:
+            return False
+        reporter = self._reporters.get(report.engine)
+        if reporter is not None:
+            return not reporter.is_quiet
+        return self._clock.now() - ended_at <= self._limits.timeout_seconds
+
+    def _end(self, engine: Engine, stream: str) -> None:
+        self._ended.pop((engine, stream), None)
+        self._ended[engine, stream] = self._clock.now()
+        if len(self._ended) > _ENDED_FACTOR * self._limits.most_reporters:
+            del self._ended[next(iter(self._ended))]
+
     def _reporter_of(self, report: Report) -> _Reporter:
         """Return the reporter of a report's stream; another stream of the engine ends here (R1)."""
         now = self._clock.now()
@@ -421,12 +456,15 @@ class InstanceResidency:
                     f"instance {self.instance.instance_id!r} has {len(self._reporters)} reporters, the most that are "
                     "allowed"
                 )
+            self._ended.pop((report.engine, report.stream), None)
             column = self.columns.acquire(report.engine.host)
             reporter = _Reporter(report.engine, column, report.stream, report.sequence - 1, now)
             self._reporters[report.engine] = reporter
             insort(self._ranks.setdefault(report.engine.address, []), report.engine)
         elif reporter.stream != report.stream:
+            self._end(report.engine, reporter.stream)
             self._drop(reporter)
+            self._ended.pop((report.engine, report.stream), None)
             reporter.stream, reporter.sequence = report.stream, report.sequence - 1
         reporter.last_report = now
         if reporter.is_quiet:
@@ -564,15 +602,18 @@ class Residency:
         """Return the residency of a registered instance."""
         found = self._instances.get(instance.instance_id)
         if found is None or found.instance != instance:  # it was removed, and registered in another way
-            found = self._instances[instance.instance_id] = InstanceResidency(
-                instance,
-                self._clock,
-                limits=self.limits,
-                counts=self.counts,
-                may_add=self._may_add,
-                events=partial(self._events_of, instance),
-            )
+            found = self._instances[instance.instance_id] = self._new(instance)
         return found
+
+    def _new(self, instance: Instance) -> InstanceResidency:
+        return InstanceResidency(
+            instance,
+            self._clock,
+            limits=self.limits,
+            counts=self.counts,
+            may_add=self._may_add,
+            events=partial(self._events_of, instance),
+        )
 
     def _events_of(self, instance: Instance, blocks: BlockHolders, columns: HostColumns) -> EventReports:
         return EventReports(
@@ -585,6 +626,11 @@ class Residency:
             counts=self.event_counts,
         )
 
+    def view(self, instance: Instance) -> InstanceResidency:
+        """Return the residency of a registered instance, for reading: one that nothing was reported of is not kept."""
+        found = self._instances.get(instance.instance_id)
+        return found if found is not None and found.instance == instance else self._new(instance)
+
     def instances(self) -> list[InstanceResidency]:
         """Return the instances that something was reported of."""
         return list(self._instances.values())
@@ -594,9 +640,11 @@ class Residency:
         """Memory of all instances."""
         return sum(each.memory_bytes for each in self._instances.values())
 
-    def _may_add(self) -> bool:
+    def _may_add(self, instance: InstanceResidency) -> bool:
+        """Return whether there is memory for more blocks. None of the instances can take the share of another."""
         # Not summed up for each report: there may be thousands of instances. Within a second, some megabytes come.
-        return self._known_bytes < self.limits.most_bytes
+        most = self.limits.most_bytes
+        return self._known_bytes < most or instance.memory_bytes * len(self._instances) < most
 
     def readings(self) -> Iterator[Reading]:
         """Yield the metrics."""
@@ -628,6 +676,5 @@ class Residency:
         self._known_bytes = self.memory_bytes
 
     def maintain(self) -> bool:
-        """Do some milliseconds of work in the background; return whether there is more."""
-        have_more = [each.maintain() for each in self._instances.values()]
-        return any(have_more)
+        """Do a millisecond of work in the background, for one instance; return whether there is more."""
+        return any(each.maintain() for each in self._instances.values())

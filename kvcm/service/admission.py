@@ -351,6 +351,7 @@ REASONS: Final = (_RATE, _OVERLOAD, DEADLINE, QUEUE, BUDGET)
 _ALWAYS_ADMITTED: Final = 8
 _OVERLOAD_RETRY_SECONDS: Final = 1.0
 _TOKENS_PER_KEY: Final = 16  # blocks of engines have 16 to 64 tokens
+_KEY_BYTES: Final = 8  # of a packed one
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,6 +519,8 @@ def key_count(call: Call, request: Any) -> int:
             count = len(request.token_ids) // _TOKENS_PER_KEY
         elif field == "success_blocks":
             count = _named_blocks(request.success_blocks)
+        elif field == "changes":
+            count = sum(len(each.added_keys) + len(each.removed_keys) for each in request.changes) // _KEY_BYTES
         else:
             count = len(getattr(request, field))
         if count > most:
@@ -525,9 +528,12 @@ def key_count(call: Call, request: Any) -> int:
     return most
 
 
+_COUNTED: Final = ("block_keys", "token_ids", "success_blocks", "parts", "block_cache_keys", "events", "changes")
+
+
 def _counted_fields(request_type: type[Any]) -> tuple[str, ...]:
     known = request_type.DESCRIPTOR.fields_by_name
-    return tuple(name for name in ("block_keys", "token_ids", "success_blocks", "parts") if name in known)
+    return tuple(name for name in _COUNTED if name in known)
 
 
 def _named_blocks(mask: Any) -> int:

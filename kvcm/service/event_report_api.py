@@ -136,7 +136,12 @@ class EventReportApi:
             may_add=residency.may_add(),
             is_out=residency.events.is_tombstoned(source, host),
         )
+        life = residency.events.life(source, host)
         await batch.read(request.events)
+        if residency.events.life(source, host) != life:  # reading a long request gives way to others
+            raise NodeNotRegisteredError(
+                f"the reporter of {host!r} ended or registered while the request was being read: send it again"
+            )
         message = pb.ReportEventResponse()
         code, text = _apply(batch, residency.events, source, host, message)
         group = self._registry.groups.find(instance.instance_group_name)
@@ -152,7 +157,7 @@ class EventReportApi:
         keys = mixed_array(request.block_cache_keys)
         if not len(keys):
             return Reply(pb.GetHostCacheStateResponse())
-        residency = self._residency.open(cache.instance)
+        residency = self._residency.view(cache.instance)
         pooled = None
         if asked.joint_hosts and asked.counts_pool and len(residency.columns):
             pooled = await self._stored_parts(cache, keys, StorageType.ST_TAIRMEMPOOL)
@@ -172,7 +177,7 @@ class EventReportApi:
 
     async def _stored_parts(self, cache: InstanceCache, keys: NDArray[np.int64], storage_type: StorageType) -> Flags:
         """Return which parts of the blocks lie in storages of a type, in the order of the holders' parts."""
-        holders = self._residency.open(cache.instance).holders
+        holders = self._residency.view(cache.instance).holders
         flags = np.zeros((len(keys), holders.parts), np.bool_)
         answers = await self._answers(cache, keys, storage_type)
         places = [place for place, answer in enumerate(answers) if answer is not None]
@@ -226,7 +231,7 @@ class EventReportApi:
         names: Sequence[str],
         ends_at_gap: bool,
     ) -> Sequence[tuple[SpecUri, ...]]:
-        residency = self._residency.open(instance)
+        residency = self._residency.view(instance)
         events, holders = residency.events, residency.holders
         rows = np.array([holders.row_of_part(name) for name in names], np.int64) if names else None
         peer = longest_held(
@@ -278,7 +283,7 @@ class _Unit:
 
     keys: list[int] = field(default_factory=list)
     uris: list[str | None] = field(default_factory=list)
-    last_uri: str = ""
+    last_uri: str | None = None
 
 
 _Shape = Sequence[tuple[list[int], list[str | None], str | None]]
@@ -460,6 +465,8 @@ class _Batch:
         if not self._may_add:
             raise CapacityError("there is no room for more blocks: raise kvcm.residency.max_bytes")
         medium, specs = block.medium, block.specs
+        if len(specs) > 2 * len(self._names):  # else each is read, to say which is wrong
+            raise InvalidArgumentError(f"specs has {len(specs)} entries, the instance has {len(self._names)} specs")
         units = self._media.get(medium)
         if units is None:
             units = self._open_medium(medium)
@@ -479,6 +486,10 @@ class _Batch:
 
     def _delete_shape(self, block: Any) -> _Shape:
         medium, names = block.medium, block.spec_names
+        if len(names) > 2 * len(self._names):
+            raise InvalidArgumentError(
+                f"spec_names has {len(names)} entries, the instance has {len(self._names)} specs"
+            )
         units = self._media.get(medium)
         if units is None:
             units = self._open_medium(medium)
@@ -724,8 +735,10 @@ class _HostStates:
         """
         asked = self._asked
         local = matches(self._holders, self._residency.columns, self._query)
-        joint = self._joint(local[: asked.joint_hosts], pooled, with_peer=asked.counts_peer)
-        peers = self._joint(local[: asked.peer_hosts], None, with_peer=True)
+        # Each joint host is compared with all others, block by block: of long prompts and many hosts, fewer are.
+        most = max(1, _MOST_CELLS // (len(self._query.keys) * max(1, len(self._residency.columns))))
+        joint = self._joint(local[: min(asked.joint_hosts, most)], pooled, with_peer=asked.counts_peer)
+        peers = self._joint(local[: min(asked.peer_hosts, most)], None, with_peer=True)
         hosts = []
         for place, (host, blocks) in enumerate(local):
             reachable = joint[place].blocks if place < len(joint) else blocks
@@ -768,7 +781,7 @@ def _selectors_of(request: Any) -> list[tuple[StorageType, bool]]:
     """Return the type of each selector, and whether it ends at a gap."""
     path = "GetCacheLocationsByBackend.backend_selectors"
     require(request.backend_selectors, path, "is required: the types of storages that are wanted")
-    found = []
+    found: list[tuple[StorageType, bool]] = []
     for place, selector in enumerate(request.backend_selectors):
         try:
             storage_type = StorageType(selector.backend_type)
@@ -781,10 +794,13 @@ def _selectors_of(request: Any) -> list[tuple[StorageType, bool]]:
             raise InvalidArgumentError(
                 f"{path}[{place}].strategy is {selector.strategy}, must be one of {names} with {storage_type.name}"
             )
+        if storage_type in {each for each, _ in found}:
+            raise InvalidArgumentError(f"{path}[{place}].backend_type is {storage_type.name} once more: give it once")
         found.append((storage_type, selector.strategy != pb.LSS_V6D_COVERAGE))
     return found
 
 
+_MOST_CELLS: Final = 1 << 24  # of a block and a pair of hosts: some hundred milliseconds
 _STRATEGIES: Final = {
     True: (pb.LSS_UNSPECIFIED, pb.LSS_V6D_PREFIX, pb.LSS_V6D_COVERAGE),
     # The fastest storage is the answer to both: the original draws one, which makes two answers to one question.

@@ -39,9 +39,11 @@ _SERVICE: Final = "kvcm.v1.ResidencyService"
 _KEY_BYTES: Final = 8
 _MOST_KEYS: Final = 8192  # of a report: it takes effect in one step of some milliseconds
 _MOST_TURNS: Final = 16  # between blocks that only engines hold and those that only storages hold; then all are read
+_MOST_CHANGES: Final = 64  # of a report: each is an operation of its own
 _MOST_STREAM: Final = 64
 _MOST_RANK: Final = 65_535
 _TOKENS_ON_LOOP: Final = 16_384  # some milliseconds; more are hashed in a thread, beside other requests
+_BLOCKS_ON_LOOP: Final = 1024  # each is hashed by itself
 _NO_KEYS: Final = np.zeros(0, np.int64)
 
 
@@ -135,6 +137,11 @@ class ResidencyApi:
         )
 
     def _changes_of(self, request: Any, instance: Instance) -> list[Change]:
+        if len(request.changes) > _MOST_CHANGES:
+            raise InvalidArgumentError(
+                f"ReportResidency.changes has {len(request.changes)} entries, at most {_MOST_CHANGES} are allowed: "
+                "join those of one medium"
+            )
         changes = [
             _change_of(change, f"ReportResidency.changes[{position}]", instance)
             for position, change in enumerate(request.changes)
@@ -152,8 +159,8 @@ class ResidencyApi:
     async def score(self, request: Any) -> Reply:
         """Answer Score. An instance that nothing was reported of is no error: its storages may hold the prompt."""
         cache = self._cache.cache(request.instance_id)
-        instance, residency = cache.instance, self._residency.open(cache.instance)
-        keys = await _keys_of(request, residency)
+        instance, residency = cache.instance, self._residency.view(cache.instance)
+        keys = await _keys_of(request, residency, self._limits.max_keys)
         engines = _candidates(request, residency)
         costs = _costs_of(request.costs, self._costs)
         stored = await self._stored(cache, keys, residency)
@@ -206,7 +213,7 @@ class ResidencyApi:
 
     async def list_reporters(self, request: Any) -> Reply:
         """Answer ListReporters."""
-        residency = self._residency.open(self._cache.cache(request.instance_id).instance)
+        residency = self._residency.view(self._cache.cache(request.instance_id).instance)
         reporters = [
             pb.Reporter(
                 engine=status.engine.address,
@@ -285,11 +292,16 @@ def _check_engine(field: str, engine: str) -> None:
         )
 
 
-async def _keys_of(request: Any, residency: InstanceResidency) -> NDArray[np.int64]:
+async def _keys_of(request: Any, residency: InstanceResidency, most_keys: int) -> NDArray[np.int64]:
     if request.block_keys:
         return mixed_array(request.block_keys)
     require(request.token_ids, "Score.block_keys and token_ids", "is required: one of the two")
     scheme, instance = residency.key_scheme, residency.instance
+    if scheme is None and residency.has_own_reporters:
+        raise NotReadyError(
+            f"no reporter of instance {instance.instance_id!r} has named its key_scheme since this manager started: "
+            "try again, or give block_keys"
+        )
     if scheme is None:
         if instance.block_size <= 0:
             raise InvalidArgumentError(
@@ -298,7 +310,12 @@ async def _keys_of(request: Any, residency: InstanceResidency) -> NDArray[np.int
             )
         scheme = KeyScheme(KVCM, b"", 0, instance.block_size)
     tokens = list(request.token_ids)
-    if len(tokens) <= _TOKENS_ON_LOOP:
+    blocks = len(tokens) // scheme.block_tokens
+    if blocks > most_keys:
+        raise InvalidArgumentError(
+            f"Score.token_ids has {len(tokens)} tokens, which are {blocks} blocks, at most {most_keys} are allowed"
+        )
+    if len(tokens) <= _TOKENS_ON_LOOP and blocks <= _BLOCKS_ON_LOOP:
         return mixed_array(block_keys(scheme, tokens, request.cache_salt))
     return mixed_array(await asyncio.to_thread(block_keys, scheme, tokens, request.cache_salt))
 

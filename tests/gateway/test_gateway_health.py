@@ -49,6 +49,14 @@ def test_good_probes_do_not_hide_bad_answers() -> None:
     assert engine.state is EngineState.EJECTED
 
 
+def test_good_answers_do_not_hide_bad_probes() -> None:
+    engine = healthy(FakeClock())
+    for _ in range(3):
+        engine.record_success()
+        engine.record_probe(is_healthy=False)
+    assert engine.state is EngineState.EJECTED
+
+
 @pytest.mark.parametrize("random", [0.0, 0.5, 0.99])
 def test_an_ejection_doubles_up_to_a_limit_and_is_spread(random: float) -> None:
     clock = FakeClock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,27 @@ async def test_a_drain_finishes_streams_and_takes_nothing_new() -> None:
             assert not life.task.done()
             last.set()
             assert await response.content.read() == EVENTS[1]
+        assert len(engine.seen) == 1
+
+
+async def test_a_drain_waits_for_a_body_that_is_still_arriving() -> None:
+    more = asyncio.Event()
+
+    async def body() -> AsyncIterator[bytes]:
+        text = json.dumps(CHAT).encode()
+        yield text[:10]
+        await more.wait()
+        yield text[10:]
+
+    headers = {"content-type": "application/json"}
+    async with engines(1) as (engine,), living(engine) as (life, client):
+        sending = asyncio.create_task(client.post("/v1/chat/completions", data=body(), headers=headers))
+        await eventually(lambda: life.app is not None and life.app.active_requests == 1)
+        await life.end()
+        assert not life.task.done()
+        more.set()
+        async with await sending as response:
+            assert response.status == 200
         assert len(engine.seen) == 1
 
 

@@ -95,6 +95,7 @@ class Histories(RuleBasedStateMachine):
         self.models: dict[Engine, Model] = {}
         self.next: dict[Engine, tuple[str, int]] = dict.fromkeys(ENGINES, ("s0", 1))
         self.registered: Instance | None = INSTANCE
+        self.ended: set[tuple[Engine, str]] = set()
         self.start()
 
     def start(self) -> None:
@@ -121,6 +122,7 @@ class Histories(RuleBasedStateMachine):
         if model is None:
             model = self.models[report.engine] = Model(report.stream, report.sequence - 1, now)
         if model.stream != report.stream:
+            self.ended.add((report.engine, model.stream))
             model.drop()
             model.stream, model.sequence = report.stream, report.sequence - 1
         model.last_report = now
@@ -160,6 +162,17 @@ class Histories(RuleBasedStateMachine):
     def gap(self, engine: Engine, changes: list[AnyChange]) -> None:
         self.send(engine, self.next[engine][1] + 2, changes)
 
+    @rule(engine=st.sampled_from(ENGINES), changes=st.lists(changes, max_size=2), number=st.integers(1, 9))
+    def late(self, engine: Engine, changes: list[AnyChange], number: int) -> None:
+        """A report of a stream that ended was under way, or a second reporter of the engine sends it (R1)."""
+        model = self.counted(engine)
+        streams = [stream for of, stream in self.ended if of == engine]
+        if model is None or not streams:
+            return
+        sent = [Change(*each[:3], removed=_mixed(each[3]), added=_mixed(each[4])) for each in changes]
+        result = self.residency.open(INSTANCE).report(Report(engine, min(streams), number, sent))
+        assert result == (number, False, 0)
+
     @rule(engine=st.sampled_from(ENGINES))
     def restart_engine(self, engine: Engine) -> None:
         self.next[engine] = f"s{int(self.next[engine][0][1:]) + 1}", 1
@@ -172,6 +185,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def restart_manager(self) -> None:
         self.models.clear()
+        self.ended.clear()
         self.start()
 
     @rule(seconds=st.sampled_from((1.0, TIMEOUT / 2, TIMEOUT + 1, TIMEOUT * 11)))
@@ -189,13 +203,14 @@ class Histories(RuleBasedStateMachine):
         self.residency.expire()
         self.registered = INSTANCE
         self.models.clear()
+        self.ended.clear()
 
     @rule(steps=st.integers(1, 40))
     def maintain(self, steps: int) -> None:
         for _ in range(steps):
             self.residency.maintain()
 
-    @rule(prompt=st.permutations(KEYS), stored=st.sets(st.sampled_from(KEYS)))
+    @rule(prompt=st.permutations(KEYS) | st.lists(st.sampled_from(KEYS)), stored=st.sets(st.sampled_from(KEYS)))
     def prefixes(self, prompt: list[int], stored: set[int]) -> None:
         """R1: a block counts if a report said so, and none has taken it back or may have."""
         found = self.residency.open(INSTANCE).prefixes(

@@ -102,7 +102,7 @@ REFUSED: dict[str, list[Refused]] = {
         _bad_report(
             "too many in all", "changes has 8193 keys", "8192", changes=[change(added=range(4097), removed=range(4096))]
         ),
-        _bad_report("too many changes", "changes has 1025 entries", "1024", changes=[change()] * 1025),
+        _bad_report("too many changes", "changes has 65 entries", "64", "join", changes=[change()] * 65),
         _bad_report("a removal in a snapshot", "only add", changes=[change(removed=KEYS)], snapshot={"first": True}),
         _bad_report("clearing in a snapshot", "only add", changes=[change(cleared=True)], snapshot={"first": True}),
         _bad_report("changes at the end", "stopped", "no changes", stopped=True),
@@ -115,6 +115,7 @@ REFUSED: dict[str, list[Refused]] = {
     "ResidencyService.Score": [
         _unknown(_score),
         _bad_score("no prompt", "block_keys and token_ids", "one of the two", block_keys=[]),
+        _bad_score("too many blocks", "65537 blocks", "65536", block_keys=[], token_ids=[1] * (4 * 65_537)),
         _bad_score("too many engines", "engines has 1025 entries", "1024", engines=[f"e{n}" for n in range(1025)]),
         _bad_score("no engine", "engines[0] is ''", "host:port", engines=[""]),
         _bad_score("a negative rate", "costs.host_bytes_per_second is -1.0", costs={"host_bytes_per_second": -1.0}),
@@ -273,3 +274,28 @@ def test_storages_fill_the_gaps_of_an_engine_however_often_they_change(each_api:
     found = {each[0]: each[1:] for each in _scores(each_api, instance_id=instance, block_keys=keys)}
     assert found["a:1"] == (0, 0, 0, (len(keys) - 2) * BLOCK_TOKENS)
     assert found["b:1"] == (0, 0, 0, 3 * BLOCK_TOKENS)
+
+
+def test_a_prompt_shorter_than_a_block_has_nothing_to_reuse(each_api: Api) -> None:
+    instance = Site(each_api).instance()
+    asked = {"instance_id": instance, "token_ids": [1, 2, 3], "engines": ["a:1"]}
+    assert _scores(each_api, **asked) == [("a:1", 0, 0, 0, 0)], "before anything is reported"
+    _send(
+        each_api,
+        **report(instance, "a:1", changes=[change(added=KEYS)], key_scheme={"algorithm": "kvcm", "block_tokens": 4}),
+    )
+    assert _scores(each_api, **asked) == [("a:1", 0, 0, 0, 0)]
+    assert each_api.ok("ResidencyService.Score", **asked).prompt_tokens == 3
+
+
+def test_no_scheme_is_guessed_for_engines_that_may_have_another(each_api: Api) -> None:
+    """As after a restart of the manager, until the first snapshot names it."""
+    instance = Site(each_api).instance()
+    _send(each_api, **report(instance, "a:1", changes=[change(added=KEYS)]))
+    asked = {"instance_id": instance, "token_ids": [1, 2, 3, 4]}
+    code, text = each_api.refused("ResidencyService.Score", **asked)
+    assert (code, "key_scheme" in text) == ("SERVICE_NOT_READY", True)
+    named = {"algorithm": "kvcm", "block_tokens": 4}
+    whole = {"first": True, "last": True}
+    _send(each_api, **report(instance, "a:1", 2, changes=[change(added=KEYS)], snapshot=whole, key_scheme=named))
+    assert _scores(each_api, **asked) == [("a:1", 0, 0, 0, 0)]

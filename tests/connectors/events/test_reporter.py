@@ -89,6 +89,17 @@ def test_a_stream_begins_with_an_empty_snapshot_and_the_scheme() -> None:
     assert not second.HasField("snapshot")
 
 
+def test_every_snapshot_names_the_scheme_since_a_manager_may_have_forgotten_it(rig: Rig) -> None:
+    rig.manager.restart()
+    rig.feed(stored(VLLM, prompt(1)))
+    reports = rig.send_all()
+    rig.clock.time += 1.0  # as long as it takes from one snapshot to the next
+    reports += rig.send_all()
+    named = [report.HasField("key_scheme") for report in reports]
+    assert named == [report.snapshot.first for report in reports]
+    assert any(named)
+
+
 def test_changes_wait_for_more_until_a_batch_is_full(rig: Rig) -> None:
     rig.feed(stored(VLLM, prompt(1), 0, 1))
     assert rig.reporter.next_report() is None
