@@ -285,7 +285,7 @@ class InstanceResidency:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block; 1 where nobody said how many they are."""
+        """Tokens of a block; 1 where neither the instance nor a reporter says how many they are."""
         if self.instance.block_size > 0:
             return self.instance.block_size
         return self.key_scheme.block_tokens if self.key_scheme is not None else 1

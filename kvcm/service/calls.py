@@ -55,6 +55,7 @@ __all__ = [
     "Outcome",
     "Plane",
     "Reply",
+    "instance_call",
 ]
 
 Result = TypeVar("Result")
@@ -130,6 +131,21 @@ class Call:
     def path(self) -> str:
         """HTTP path."""
         return f"/api/{self.http_name or self.name[0].lower() + self.name[1:]}"
+
+
+def instance_call(
+    service: str, name: str, request_type: type[Message], response_type: type[Any], handler: Handler
+) -> Call:
+    """Return a call of engines about one instance."""
+    return Call(
+        service=service,
+        name=name,
+        plane=Plane.DATA,
+        request_type=request_type,
+        response_type=response_type,
+        handler=handler,
+        per_instance=True,
+    )
 
 
 class Arrival(NamedTuple):

@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -48,7 +49,7 @@ from kvcm.residency.host_matches import (
     matches,
 )
 from kvcm.residency.residency import InstanceResidency, Residency
-from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.calls import Call, Reply, instance_call
 from kvcm.service.meta_api import block_keys_of, mask_of
 from kvcm.service.request_limits import MAX_ENTRIES, MAX_NAME_BYTES, MAX_TEXT_BYTES, RequestLimits, check_text
 
@@ -96,17 +97,7 @@ class EventReportApi:
     def calls(self) -> list[Call]:
         """Return the calls."""
 
-        def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(
-                service=_SERVICE,
-                name=name,
-                plane=Plane.DATA,
-                request_type=request,
-                response_type=response,
-                handler=handler,
-                per_instance=True,
-            )
-
+        call = partial(instance_call, _SERVICE)
         return [
             call("ReportEvent", pb.ReportEventRequest, pb.ReportEventResponse, self.report),
             call("GetHostCacheState", pb.GetHostCacheStateRequest, pb.GetHostCacheStateResponse, self.host_state),

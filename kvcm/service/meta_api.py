@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from kvcm.cache.instance_cache import batches
@@ -27,7 +28,7 @@ from kvcm.registry.registry import Registry
 from kvcm.registry.startup_document import storage_configs_json
 from kvcm.registry.validation import require
 from kvcm.service.access import redacted_for_principal
-from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.calls import Call, Plane, Reply, instance_call
 from kvcm.service.request_limits import RequestLimits
 from kvcm.service.translate import fill, instance_of
 from kvcm.telemetry.events import CACHE_MANAGER, EventLog, RecentAccesses
@@ -272,17 +273,7 @@ class MetaApi:
                 **options,
             )
 
-        def lease(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(
-                service=_LEASE,
-                name=name,
-                plane=Plane.DATA,
-                request_type=request,
-                response_type=response,
-                handler=handler,
-                per_instance=True,
-            )
-
+        lease = partial(instance_call, _LEASE)
         common = pb.CommonResponse
         blocks = self._blocks
         per = {"per_instance": True}

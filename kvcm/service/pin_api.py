@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from kvcm.cache.manager import CacheManager
@@ -13,7 +14,7 @@ from kvcm.model.keys import mixed, unmixed_key
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pb
 from kvcm.registry.validation import require
-from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.calls import Call, Reply, instance_call
 from kvcm.service.meta_api import block_keys_of
 from kvcm.service.request_limits import MAX_TEXT_BYTES, RequestLimits, check_text
 
@@ -37,17 +38,7 @@ class PinApi:
     def calls(self) -> list[Call]:
         """Return every call of the service."""
 
-        def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(
-                service=_SERVICE,
-                name=name,
-                plane=Plane.DATA,
-                request_type=request,
-                response_type=response,
-                handler=handler,
-                per_instance=True,
-            )
-
+        call = partial(instance_call, _SERVICE)
         return [
             call("PinPrefix", pb.PinPrefixRequest, pb.PinPrefixResponse, self.pin_prefix),
             call("UnpinPrefix", pb.UnpinPrefixRequest, meta.CommonResponse, self.unpin_prefix),

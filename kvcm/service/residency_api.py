@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +30,7 @@ from kvcm.residency.residency import (
     SnapshotPart,
 )
 from kvcm.residency.scoring import Costs, Estimates, estimate
-from kvcm.service.calls import Call, Plane, Reply
+from kvcm.service.calls import Call, Reply, instance_call
 from kvcm.service.meta_api import node_endpoint
 from kvcm.service.request_limits import MAX_ENTRIES, MAX_NAME_BYTES, RequestLimits
 
@@ -76,17 +77,7 @@ class ResidencyApi:
     def calls(self) -> list[Call]:
         """Return every call of the service."""
 
-        def call(name: str, request: type[Any], response: type[Any], handler: Any) -> Call:
-            return Call(
-                service=_SERVICE,
-                name=name,
-                plane=Plane.DATA,
-                request_type=request,
-                response_type=response,
-                handler=handler,
-                per_instance=True,
-            )
-
+        call = partial(instance_call, _SERVICE)
         return [
             call("ReportResidency", pb.ReportResidencyRequest, pb.ReportResidencyResponse, self.report),
             call("Score", pb.ScoreRequest, pb.ScoreResponse, self.score),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 from weakref import WeakValueDictionary
@@ -29,6 +29,7 @@ __all__ = [
     "ResourceLocks",
     "apply_patch",
     "change_existing",
+    "check_one_prompt",
     "check_same_name",
     "conflict",
     "fields_of",
@@ -185,6 +186,19 @@ def apply_patch(model: type[Doc], document: Mapping[str, Any], patch: Mapping[st
 def fields_of(document: BaseModel, **others: Any) -> dict[str, Any]:
     """Return a document as the fields of a message, updated with `others`."""
     return {**document.model_dump(exclude_none=True), **others}
+
+
+def check_one_prompt(block_keys: Collection[str], token_ids: Collection[int]) -> None:
+    """Check that a prompt is given in one way.
+
+    Raises:
+        ProblemError: both are given, or neither.
+    """
+    if bool(block_keys) == bool(token_ids):
+        given = "both are" if block_keys else "neither is"
+        error = FieldError("body.block_keys", None, "one of block_keys and token_ids")
+        text = f"block_keys or token_ids: {given} given, must be one of the two"
+        raise ProblemError(Problem(400, text, "INVALID_ARGUMENT", errors=[error]))
 
 
 def check_same_name(field: str, given: str, name: str) -> None:

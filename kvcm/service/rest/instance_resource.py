@@ -9,8 +9,7 @@ from fastapi import APIRouter, Body, Query, Request, Response
 from pydantic import FailFast, Field
 
 from kvcm.cache.instance_cache import batches
-from kvcm.service.rejections import FieldError, Problem, ProblemError
-from kvcm.service.rest.calls import CallRunner, check_same_name, fields_of
+from kvcm.service.rest.calls import CallRunner, check_one_prompt, check_same_name, fields_of
 from kvcm.service.rest.conversion import encode_name, message_to_dict
 from kvcm.service.rest.documents import (
     MAX_ENTRIES,
@@ -303,11 +302,7 @@ class ExploreResource:
     ) -> Response:
         """Get the state of every block of a chain: its locations, whether it can be read, and why not. This does not
         count as an access."""
-        if bool(body.block_keys) == bool(body.token_ids):
-            given = "both are" if body.block_keys else "neither is"
-            error = FieldError("body.block_keys", None, "one of block_keys and token_ids")
-            text = f"block_keys or token_ids: {given} given, must be one of the two"
-            raise ProblemError(Problem(400, text, "INVALID_ARGUMENT", errors=[error]))
+        check_one_prompt(body.block_keys, body.token_ids)
         fields: dict[str, Any] = {"block_keys": body.block_keys, "token_ids": body.token_ids}
         found = await self._calls.run(request, "InsightService.ExploreBlocks", instance_id=name, **fields)
         blocks: list[dict[str, Any]] = []

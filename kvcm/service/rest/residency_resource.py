@@ -7,8 +7,7 @@ from typing import Annotated, Any, Final, Literal
 from fastapi import APIRouter, Body, Request, Response
 from pydantic import FailFast, Field
 
-from kvcm.service.rejections import FieldError, Problem, ProblemError
-from kvcm.service.rest.calls import CallRunner
+from kvcm.service.rest.calls import CallRunner, check_one_prompt
 from kvcm.service.rest.conversion import message_to_dict
 from kvcm.service.rest.documents import (
     MAX_ENTRIES,
@@ -128,11 +127,7 @@ class ScoreResource:
 
     async def score(self, request: Request, body: Annotated[ScoreRequestDocument, Body()]) -> Response:
         """Get how much of a prompt each engine holds, and what the rest costs. This does not count as an access."""
-        if bool(body.block_keys) == bool(body.token_ids):
-            given = "both are" if body.block_keys else "neither is"
-            error = FieldError("body.block_keys", None, "one of block_keys and token_ids")
-            text = f"block_keys or token_ids: {given} given, must be one of the two"
-            raise ProblemError(Problem(400, text, "INVALID_ARGUMENT", errors=[error]))
+        check_one_prompt(body.block_keys, body.token_ids)
         found = await self._calls.run(request, "ResidencyService.Score", **body.model_dump())
         return answer(message_to_dict(found))
 
