@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -92,6 +92,9 @@ class LossJournal:
         beside: file that keeps the times that were written last; None for none.
         changes: counts the changes of a store that only this process changes: without a new one no time is written.
             None where others change it too.
+
+    Attributes:
+        is_ours: asked before the store is changed, which may be another deployment's by now.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class LossJournal:
         self._beside = beside
         self._changes = changes
         self._changes_then = -1
+        self.is_ours: Callable[[], Awaitable[bool]] = _always
         self._deployment = ""
         self._writer = secrets.token_hex(4)
         self._begun: dict[str, tuple[float, float]] = {}  # by part: the time that it had at first, and was given then
@@ -197,6 +201,7 @@ class LossJournal:
         unknown = [blocks for at, blocks in self._unstored.items() if at not in known.recent]
         missing = known.missing_blocks + sum(unknown)
         mine = known._replace(losses=known.losses + len(unknown), missing_blocks=missing)
+        await self._refuse_foreign()
         self._entry = mine.merged(self._entry)
         if self._entry != known and await table.replace(_NAME, document, msgspec.json.encode(self._entry)):
             self._unstored.clear()
@@ -231,6 +236,7 @@ class LossJournal:
 
     async def _beat(self, table: Table, part: str) -> None:
         document = await table.get(_ALIVE)
+        await self._refuse_foreign()
         there, mine = _decoded(document), self._times.get(part)
         if mine is not None and there < mine:
             self.note("changes are lost: the store went back in time", there)
@@ -238,6 +244,12 @@ class LossJournal:
         if await table.replace(_ALIVE, document, _TIME.pack(now)):
             self._times[part] = now
             self._begun.setdefault(part, (there, now))
+
+    async def _refuse_foreign(self) -> None:
+        """Raise where the store is not ours. It is asked between reading and writing: a store that is put there after
+        this has another document than was read, and keeps it."""
+        if not await self.is_ours():
+            raise StorageIOError("the registry of the metadata store is another one than it was")
 
     @property
     def seen(self) -> bytes:
@@ -312,6 +324,10 @@ class LossJournal:
         """Note that the servers dropped keys, whenever these were written."""
         self.note(f"{keys} keys were dropped by the servers of the store", 0.0)
         self._entry = self._entry._replace(evicted_keys=self._entry.evicted_keys + keys)
+
+
+async def _always() -> bool:
+    return True
 
 
 def utc(seconds: float) -> str:

@@ -85,6 +85,7 @@ class StoreGuard:
 
     def __init__(self, table: GuardedTable, gate: StoreGate, clock: Clock, journal: LossJournal | None = None) -> None:
         self.journal = journal if journal is not None else LossJournal(clock)
+        self.journal.is_ours = self._is_unchanged
         self._table = table
         self._gate = gate
         self._clock = clock
@@ -201,6 +202,10 @@ class StoreGuard:
         """Return which of the three documents differ from those that are known; those not known yet do not."""
         pairs = zip(_IDENTITY, identity, strict=True)
         return [name for name, found in pairs if name in self._known and found != self._known[name]]
+
+    async def _is_unchanged(self) -> bool:
+        """Return whether the store has the three documents that are known."""
+        return not self._differing(await self._table.get_many(_IDENTITY))
 
     async def _is_sound(self, identity: Sequence[bytes | None], changed: Container[str] = ()) -> bool:
         """Return whether the three documents are those that are known, but for those that were to be changed.

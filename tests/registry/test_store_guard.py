@@ -16,6 +16,7 @@ from registry_rig import GROUP, Opener
 from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.principals import ALL_GROUPS, Role
 from kvcm.registry.api_keys import NewKey
+from kvcm.registry.loss_journal import LossJournal
 from kvcm.registry.registry import Registry, ensure_cluster_id, ensure_schema
 from kvcm.registry.store_guard import StoreGuard
 from kvcm.store.redis.client import RedisClient
@@ -27,9 +28,9 @@ from kvcm.store.redis.uri import parse_redis_uri
 class Manager:
     """The registry of a manager, which looks at the store when it is told to."""
 
-    def __init__(self, store: RedisStore, clock: FakeClock) -> None:
+    def __init__(self, store: RedisStore, clock: FakeClock, journal: LossJournal | None = None) -> None:
         self.store = store
-        self.guard = StoreGuard(store.registry_table(), store.client.gate, clock)
+        self.guard = StoreGuard(store.registry_table(), store.client.gate, clock, journal)
         self.registry = Registry(Opener(), self.guard, store_kind="redis", clock=clock)
 
     async def start(self, cluster_id: str = "c") -> Manager:
@@ -195,6 +196,28 @@ async def test_a_foreign_store_is_not_followed_and_not_written(world: World, clu
     await own.registry.groups.create(replace(GROUP, name="other"))
     assert own.groups() == {GROUP.name, "other"}
     assert foreign.groups() == set()
+
+
+async def test_a_time_and_a_loss_are_not_written_into_a_foreign_store(world: World) -> None:
+    """Nor before the registry is read again, which closes the gate."""
+    other, own = world.manager(), world.manager()
+    other.store.client.prefix = own.store.client.prefix + "x"
+    await Manager(other.store, world.clock, LossJournal(world.clock, other.store)).start()
+    world.clock.time += 1
+    own = await Manager(own.store, world.clock, LossJournal(world.clock, own.store)).start()
+    journal = own.guard.journal
+    await journal.beat()
+    with world.server.server.admin() as admin:
+        world.empty()
+        for key in list(admin.keys(f"{world.name}x:*")):
+            admin.copy(key, key.replace(b"x:", b":", 1))
+        there = contents(admin, world.name)
+        assert not own.store.client.gate.closed
+        await journal.beat()
+        assert journal.losses == 0, "it is another store, not an older one"
+        journal.note("blocks are lost", 0.0)
+        await journal.beat()
+        assert contents(admin, world.name) == there
 
 
 async def test_an_older_dump_of_a_release_without_the_document_is_ours(world: World) -> None:
