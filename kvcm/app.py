@@ -180,6 +180,9 @@ class Manager:
         tls = files.tls if files is not None else None
         interface = ManagerApi.of(components, self._settings, self._reloader, place, spans=spans, tls=tls)
         stack.push_async_callback(interface.vitals.withdraw)
+        for each in components.storage_events.sockets:
+            each.open()
+            stack.callback(each.close)
         tasks: list[asyncio.Task[None]] = []
         stack.push_async_callback(end_tasks, tasks)
         stack.callback(shutdown.begin)

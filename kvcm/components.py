@@ -13,11 +13,13 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import structlog
 
@@ -33,13 +35,14 @@ from kvcm.config import ConfigError, Settings
 from kvcm.index.backends.backend import IndexBackend
 from kvcm.index.backends.memory import MemoryBackend
 from kvcm.index.backends.redis import BlockKeys, RedisBackend
-from kvcm.index.backends.redis_runs import RunsBackend, channel_of, noticed_blocks
+from kvcm.index.backends.redis_runs import RunsBackend, channel_of, channel_of_new, noticed_blocks
 from kvcm.index.backends.rocks import BlockSalvage, load_index
 from kvcm.index.change_events import ChangeEvents
 from kvcm.index.search_cache import CacheBudget
 from kvcm.model.clock import Clock
 from kvcm.model.errors import KvcmError, StorageIOError
 from kvcm.model.instances import Instance, Placement
+from kvcm.model.keys import unpack_keys
 from kvcm.model.storages import EventReportStorageSpec, StorageType
 from kvcm.reclaim.background import Pacer
 from kvcm.reclaim.deletion_executor import DeletionExecutor
@@ -58,12 +61,14 @@ from kvcm.registry.registry import FIRST_SCHEMA, NEWEST_SCHEMA, SCHEMA_OF_RUNS, 
 from kvcm.registry.store_guard import StoreGuard
 from kvcm.residency.event_reports import EventTimes
 from kvcm.residency.residency import Residency, ResidencyLimits
+from kvcm.residency.storage_events import LoggedStorageEvents, StorageEvents, StorageEventSink
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
 from kvcm.service.group_store_api import GroupStoreView
 from kvcm.service.metrics import Counts, EvictionMetrics
 from kvcm.service.storage_api import DrainView
+from kvcm.service.storage_event_socket import StorageEventSocket
 from kvcm.service.usage_report import UsageView
 from kvcm.storage.directory import StorageDirectory
 from kvcm.storage.free_margin import FreeMargins
@@ -84,7 +89,7 @@ from kvcm.store.rocks_repair import Found, read_repairs, repair_database, survey
 from kvcm.store.store import Lease, Store, StoreGate, StoreHealth, Table
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.logs import AuditLog
-from kvcm.telemetry.metrics import Histogram
+from kvcm.telemetry.metrics import Histogram, Reading
 
 __all__ = [
     "BackgroundTask",
@@ -507,11 +512,13 @@ class StoreFollower:
         name: of the store; "" for the one that has the registry.
         invalidations: changes by other managers, for the search caches.
         flags: of what may be due, for a manager that leads.
+        client: of the store.
     """
 
     name: str
     invalidations: Invalidations
     flags: Invalidations
+    client: RedisClient
 
     @classmethod
     def of(cls, store: RedisStore, caches: OpenCaches, *, have_flags: bool) -> StoreFollower:
@@ -545,7 +552,7 @@ class StoreFollower:
         revisions.is_live = lambda: invalidations.is_live
         flags = Invalidations(store.client, [store.flag_prefix], store.flags.record, store.flags.reset)
         store.flags.is_live = lambda: flags.is_live
-        return cls(store.name, invalidations, flags)
+        return cls(store.name, invalidations, flags, store.client)
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +590,18 @@ class Sharing:
     def is_coherent(self, store: str) -> bool:
         """Return whether changes of blocks in a store by other managers arrive right now."""
         return any(each.invalidations.is_live for each in self.followers if each.name == store)
+
+
+class EventPublication(NamedTuple):
+    """What publishes the blocks that can be read.
+
+    Attributes:
+        feed: follows them.
+        sockets: where it publishes; they are not open yet.
+    """
+
+    feed: StorageEvents
+    sockets: Sequence[StorageEventSocket]
 
 
 @dataclass(frozen=True, slots=True)
@@ -724,6 +743,20 @@ class _ComponentFactory:
         cache.endings.on_failed_writes = partial(_probe_soon, margins, prober)
         return prober
 
+    def storage_events(self, cache: CacheManager, log: EventLog) -> EventPublication:
+        instances, resolve = self.registry.instances, cache.open_caches.resolve
+        sinks: defaultdict[str, list[StorageEventSink]] = defaultdict(list)
+        logged = LoggedStorageEvents(log)
+        for name in self.settings.event_instances:
+            sinks[name].append(logged)
+        handles = lambda: [resolve(each.instance_id).handle for each in instances.all()]  # noqa: E731
+        events = StorageEvents(handles, self.storages, sinks)
+        sockets = []
+        for each in self.settings.event_sockets:
+            sockets.append(StorageEventSocket(each, partial(events.snapshot, each.instance), self.clock.now))
+            sinks[each.instance].append(sockets[-1])
+        return EventPublication(events, sockets)
+
     def residency(self) -> Residency:
         settings, registered = self.settings, self.registry.instances.by_id
 
@@ -810,6 +843,7 @@ class Components:
         view: usage and limits.
         alerts: alerts.
         residency: blocks in engines' own memory.
+        storage_events: publishes which blocks can be read.
     """
 
     settings: Settings
@@ -840,6 +874,7 @@ class Components:
     view: UsageView
     alerts: AlertWatch
     residency: Residency
+    storage_events: EventPublication
 
     @classmethod
     def build(
@@ -871,7 +906,6 @@ class Components:
         source, remover = GarbageSource(cache, registry, metadata.store), Remover(clock, registry.groups.find, events)
         scrubber = StorageScrubber(source, storages, clock, storages.cluster_id)
         drains, view = factory.drains(cache, remover, turns), UsageView(cache, registry, deletions)
-        garbage = factory.garbage(source, changes)
         return cls(
             settings=settings,
             metadata=metadata,
@@ -882,7 +916,7 @@ class Components:
             cache=cache,
             reclaimer=reclaimer,
             deletions=deletions,
-            garbage=garbage,
+            garbage=(garbage := factory.garbage(source, changes)),
             verification=factory.verification(garbage),
             times=factory.times(),
             notes=factory.notes(cache),
@@ -900,6 +934,7 @@ class Components:
             clock=clock,
             view=view,
             residency=(residency := factory.residency()),
+            storage_events=factory.storage_events(cache, events),
             alerts=factory.alerts(cache, view, deletions, drains, counts, stores=group_stores, residency=residency),
         )
 
@@ -928,6 +963,9 @@ class Components:
             ("keys", partial(_every, _KEYS_SECONDS, self.registry.keys.tidy)),
             ("residency", partial(_every, _RESIDENCY_SECONDS, self._maintain_residency)),
         ]
+        if self.storage_events.feed.is_active:
+            tasks.append(("storage_events", self.storage_events.feed.run))
+            tasks += [(f"event_socket_{each.endpoint}", each.run) for each in self.storage_events.sockets]
         if self.metadata.eviction is not None:
             tasks.append(("store_policy", self.metadata.eviction.run))
         if self.times is not None:
@@ -958,6 +996,8 @@ class Components:
             suffix = f"_{each.name}" if each.name else ""
             yield f"invalidations{suffix}", each.invalidations.run
             yield f"flags{suffix}", partial(each.flags.run_while, lambda: self.leadership.is_leader, seconds)
+            if (feed := self.storage_events.feed).is_active:
+                yield f"new_blocks{suffix}", _new_blocks(each.client, feed).run
         for store in self.metadata.block_stores.values():
             yield f"store_policy_{store.name}", store.eviction.run
         if self.metadata.block_stores:
@@ -969,6 +1009,11 @@ class Components:
                 await task()
 
         return run
+
+    def residency_readings(self) -> Iterator[Reading]:
+        """Yield the metrics of blocks in engines' own memory, and of events of storages."""
+        yield from self.residency.readings()
+        yield from self.storage_events.feed.readings()
 
     async def _maintain_residency(self) -> None:
         self.residency.expire()
@@ -1039,6 +1084,23 @@ class Components:
         """Whether calls are rejected while another manager leads."""
         own_store = not self.metadata.store.is_shared and bool(self.settings.distributed_lock_uri)
         return self.settings.require_leader or own_store
+
+
+def _new_blocks(client: RedisClient, events: StorageEvents) -> Invalidations:
+    """Return what follows the blocks that come to be read in a store, by whichever manager they were written."""
+
+    def on_notice(notice: bytes) -> None:
+        for uid, members in noticed_blocks(notice).items():
+            events.hint(uid, unpack_keys(members))
+
+    return Invalidations(
+        client,
+        (),
+        lambda _keys: None,
+        events.compare_all,
+        channel=channel_of_new(client.prefix),
+        on_notice=on_notice,
+    )
 
 
 async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from kvcm.model.instances import REGISTRY_STORE
 from kvcm.model.mooncake import HostRule
@@ -46,6 +48,7 @@ _OWN_SECTIONS = (
     "kvcm.audit.",
     "kvcm.tls.",
     "kvcm.storage.",
+    "kvcm.storage_events.",
     "kvcm.store.",
     "kvcm.limits.",
     "kvcm.reclaim.",
@@ -65,6 +68,7 @@ _WITHOUT_EFFECT = {
 }
 _PASSWORD = re.compile("(?<=password)=[^&]*")
 _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_ZMQ_ENDPOINT = r"^(tcp://[^\s]+:[0-9]{1,5}|ipc://[^\s]+)$"
 _LEVELS = {"error": 2, "warn": 3, "info": 4, "debug": 5}
 
 
@@ -178,6 +182,44 @@ def _block_stores(value: str) -> tuple[BlockStoreUri, ...]:
     return stores
 
 
+class EventSocket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the blocks of one instance that storages have are published as KV events of vLLM.
+
+    Attributes:
+        instance: its id.
+        endpoint: that a PUB socket binds, such as tcp://127.0.0.1:5557.
+        replay_endpoint: that a ROUTER socket binds, which answers requests for a replay; "" for none.
+        topic: of every message; kv@POD@MODEL for llm-d.
+        signed_hashes: whether hashes are signed numbers, as those of SGLang; vLLM's have no sign.
+        kept_batches: that a replay is answered from.
+    """
+
+    instance: Annotated[str, msgspec.Meta(min_length=1)]
+    endpoint: Annotated[str, msgspec.Meta(pattern=_ZMQ_ENDPOINT)]
+    replay_endpoint: Annotated[str, msgspec.Meta(pattern=f"{_ZMQ_ENDPOINT}|^$")] = ""
+    topic: str = ""
+    signed_hashes: bool = False
+    kept_batches: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 10_000
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+def _event_sockets(value: str) -> tuple[EventSocket, ...]:
+    try:
+        sockets = msgspec.json.decode(value or "[]", type=tuple[EventSocket, ...])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"a JSON list of sockets, each an instance and an endpoint: {error}") from None
+    endpoints = [each for of in sockets for each in (of.endpoint, of.replay_endpoint) if each]
+    if len(set(endpoints)) < len(endpoints):
+        raise ValueError("a JSON list of sockets whose endpoints are all different")
+    return sockets
+
+
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(value.split()))
+
+
 def _setting(key: str, default: Any, parse: Callable[[str], Any] = _text, *, hot: bool = False) -> Any:
     """Return a setting; a reload puts `hot` ones in force in a running manager."""
     return field(default=default, metadata={"key": key, "parse": parse, "hot": hot})
@@ -273,6 +315,8 @@ class Settings:
     storage_bytes_per_second: int = _setting(
         "kvcm.residency.storage_bytes_per_second", 2_000_000_000, _number(1, 1 << 60)
     )
+    event_instances: tuple[str, ...] = _setting("kvcm.storage_events.instances", (), _names)
+    event_sockets: tuple[EventSocket, ...] = _setting("kvcm.storage_events.sockets", (), _event_sockets)
     max_queue_ms: int = _setting("kvcm.limits.max_queue_ms", 2000, _number(0, 3_600_000), hot=True)
     long_request_keys: int = _setting("kvcm.limits.long_request_keys", 4096, _number(1, 1 << 24), hot=True)
     long_requests: int = _setting("kvcm.limits.long_requests", 4, _number(1, 1 << 16), hot=True)
@@ -479,6 +523,8 @@ def _check_uri(key: str, uri: str, schemes: Sequence[str]) -> None:
 
 
 def _format(values: tuple[object, ...]) -> str:
+    if values and isinstance(values[0], EventSocket):
+        return f"[{','.join(map(str, values))}]"
     separator = " " if values and isinstance(values[0], BlockStoreUri) else ","
     return separator.join(map(str, values))
 

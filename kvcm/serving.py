@@ -333,7 +333,7 @@ class ManagerApi:
             AccessMetrics(access).readings,
             partial(certificate_readings, tls),
             _estimates(components, needed),
-            components.residency.readings,
+            components.residency_readings,
         )
         metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
         resources = _resources([*data, *admin], caller, recent, watch)

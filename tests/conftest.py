@@ -16,7 +16,7 @@ from thoroughness import examples, is_thorough
 
 from kvcm.telemetry.logs import LEVELS, set_level
 
-for folder in ("store", "contract", "gpu_tier", "service"):
+for folder in ("store", "contract", "gpu_tier", "index", "service"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 

@@ -43,7 +43,7 @@ from kvcm.index.backends.backend import (
     write_changes,
 )
 from kvcm.index.locking import ShardLocks, plan_sub_batches, uninterrupted
-from kvcm.index.search_cache import AnswerCache, CacheBudget, StorageView
+from kvcm.index.search_cache import AnswerCache, AnswerWatch, CacheBudget, StorageView
 from kvcm.model.errors import NotReadyError
 from kvcm.model.instances import Instance
 from kvcm.model.locations import BlockRecord, BlockRun, StorageKey
@@ -243,9 +243,15 @@ class MetaIndex:
         """
         await self._backend.refresh(is_exact=is_exact)
 
+    def watch(self, watch: AnswerWatch | None) -> None:
+        """Report which answers may be others to one watch, None ends that. Not reported are new answers of blocks that
+        other managers wrote where blocks lie in runs: these are published on a channel of their own."""
+        self._answers.watch(watch)
+
     @property
     def has_answers(self) -> bool:
-        """Whether an answer is kept, or about to be, that a change by another manager would have to take away."""
+        """Whether a change by another manager is to be reported here: an answer is kept, or about to be, or all changes
+        are watched."""
         return self._answers.holds_any
 
     def invalidate(self, keys: Iterable[int]) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from kvcm.index.backends.backend import (
@@ -44,6 +44,7 @@ from kvcm.telemetry.metrics import Measures, current_measures, measure
 
 __all__ = [
     "AnswerCache",
+    "AnswerWatch",
     "CacheBudget",
     "ChunkCache",
     "ReadInFlight",
@@ -441,6 +442,30 @@ def _size_of(record: BlockRecord) -> int:
     return _RECORD_BYTES + _LOCATION_BYTES * len(record.locations) + chunks
 
 
+# Changes of the answers, for those that follow all of them.
+
+
+class AnswerWatch(Protocol):
+    """Learns which answers of an index may be others. A read that begins afterwards returns the new ones."""
+
+    def changed(self, keys: Iterable[int]) -> None:
+        """Those of these keys."""
+
+    def all_changed(self) -> None:
+        """Any."""
+
+
+class _NoWatch:
+    def changed(self, _keys: Iterable[int]) -> None:
+        pass
+
+    def all_changed(self) -> None:
+        pass
+
+
+_NO_WATCH: Final = _NoWatch()
+
+
 # The answers of one index, composed once and looked up afterwards.
 #
 # Large requests give way to others: an answer that is not known yet is composed from its record, and after a thousand
@@ -464,6 +489,12 @@ class AnswerCache:
         self._compose = partial(compose_answer, view=view)
         self._cache = SearchCache(view, budget, compose_answer, is_bounded=backend.is_shared, store=store)
         self._on_nodes = _NodeAnswers(backend, budget, store)
+        self._watch: AnswerWatch = _NO_WATCH
+
+    def watch(self, watch: AnswerWatch | None) -> None:
+        """Report changes to one watch, and to no other any more; None ends that. Changes of the storages that can be
+        read are not reported."""
+        self._watch = watch if watch is not None else _NO_WATCH
 
     async def answers(
         self, keys: Sequence[int], *, stop_at_miss: bool = False, view: StorageView | None = None
@@ -578,8 +609,8 @@ class AnswerCache:
 
     @property
     def holds_any(self) -> bool:
-        """Whether an answer is kept, or read right now."""
-        return self._cache.holds_any or self._on_nodes.holds_any
+        """Whether an answer is kept, or read right now, or changes are reported."""
+        return self._cache.holds_any or self._on_nodes.holds_any or self._watch is not _NO_WATCH
 
     def holds(self, key: int) -> bool:
         """Return whether something is kept of a block: then there was one a moment ago."""
@@ -587,23 +618,27 @@ class AnswerCache:
 
     def forget(self, keys: Sequence[int]) -> None:
         """The records of these keys changed, or may have."""
+        self._watch.changed(keys)
         self._cache.forget(keys)
         if self._backend.awaits:
             self._on_nodes.forget(keys)
 
     def clear(self) -> None:
         """Any record may have changed."""
+        self._watch.all_changed()
         self._cache.clear()
         self._on_nodes.clear()
 
     def stored(self, keys: Sequence[int], records: Sequence[BlockRecord | None]) -> None:
         """Store the answers of records that are current; no other manager changes them."""
+        self._watch.changed(keys)
         if self._backend.awaits:
             self._on_nodes.forget(keys)
         self._cache.store_all(keys, records)
 
     def served(self, blocks: UniformRun) -> None:
         """Do `stored` for blocks that serve from now on."""
+        self._watch.changed(blocks.keys)
         if self._backend.awaits:
             self._on_nodes.forget(blocks.keys)
         if self._serves(blocks.location):

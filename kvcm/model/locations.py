@@ -483,3 +483,13 @@ class DeletionItem(NamedTuple):
         """Return the item for a location of a block."""
         uris = tuple(uris_of(location.chunk))
         return cls(instance_id, uid, key, location.id, location.storage, uris, location.session_id, location.size_bytes)
+
+
+def event_hashes_of(chunks: Iterable[bytes]) -> list[int]:
+    """Stand-in until the real one is merged."""
+    return [_event_hash(chunk) for chunk in chunks]
+
+
+def _event_hash(chunk: bytes) -> int:
+    _, at = read_varint(chunk, 1)
+    return int.from_bytes(chunk[at + 2 : at + 10], "little", signed=True) if chunk[at : at + 2] == b"\xc1\x3e" else 0

@@ -307,6 +307,14 @@ class BlockTable:
         self._replaced = 0
         return False
 
+    def entries(self) -> tuple[Keys, Values]:
+        """Return the keys that have a value, and these."""
+        parts = [(self._area, 0)] if self._old is None else [(self._area, 0), (self._old, self._moved * _WIDTH)]
+        live = [np.flatnonzero(area.values[start:] > ABSENT) + start for area, start in parts]
+        keys = [area.keys[slots] for (area, _), slots in zip(parts, live, strict=True)]
+        values = [area.values[slots] for (area, _), slots in zip(parts, live, strict=True)]
+        return np.concatenate(keys), np.concatenate(values)
+
     # Rebuilds.
 
     def _advance(self, new_keys: int) -> None:

@@ -256,6 +256,16 @@ RESIDENCY_REPORTERS: Final = _gauge(
 RESIDENCY_BLOCKS: Final = _gauge("residency_blocks", "Blocks that lie in the memory of at least one engine.")
 RESIDENCY_MEMORY: Final = _gauge("residency_memory_bytes", "Memory of the manager that knowing these blocks takes.")
 RESIDENCY_MAX_MEMORY: Final = _gauge("residency_max_bytes", "The most that it may take.")
+STORAGE_EVENTS: Final = _counter(
+    "storage_events",
+    "Blocks of storages that came to be readable (stored) or ceased to be (removed), as published.",
+    "change",
+)
+STORAGE_EVENT_BLOCKS: Final = _gauge("storage_event_blocks", "Blocks of storages that listeners of events know.")
+STORAGE_EVENT_MEMORY: Final = _gauge("storage_event_memory_bytes", "Memory of the manager that knowing these takes.")
+STORAGE_EVENTS_INCOMPLETE: Final = _gauge(
+    "storage_events_incomplete", "Instances whose blocks are all compared once more: their events may lag."
+)
 METRICS: Final[tuple[Metric, ...]] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """In the order of the document."""
 

@@ -85,6 +85,15 @@ local function notify_stale(prefix, keys)
   redis.call('PUBLISH', channel, uid .. '.' .. keys)
 end
 
+-- Managers that follow which blocks can be read learn of new ones. Mostly there is none, and to ask costs less than to
+-- publish, which replicas and files get too. Where a user may not ask, it is published.
+local function notify_served(prefix, texts)
+  local channel, uid = string.match(prefix, '^(.*)k{(%d+)')
+  channel = channel .. 'n'
+  local listeners = redis.pcall('PUBSUB', 'NUMSUB', channel)
+  if listeners.err or listeners[2] > 0 then redis.call('PUBLISH', channel, uid .. '.' .. table.concat(texts)) end
+end
+
 -- Managers read again what they know of a tag as a whole, those that wait for its next change.
 local function notify_changed(name) redis.call('SET', name, '', 'NX') end
 """
@@ -323,8 +332,8 @@ _CHANGE: Final = (
 --   {what a block must have: a stamp, zeros for no record, or else headers; number of an argument; whether that is a
 --    run to store, else keys of blocks; headers to set, false to keep those of the run, '' to remove; new stamp;
 --    score: number to set, true to retire the blocks, false to leave it; due time or false;
---    fields of usage; what each block adds to them; whether the blocks are resident, as they are;
---    bodies to set, nil to keep those of the run}.
+--    fields of usage; what each block adds to them; whether the blocks are resident, as they are; whether they become
+--    resident; bodies to set, nil to keep those of the run}.
 -- ARGV[2]: 1 if the answer is 0 where a block lost, else the turn of the tag that this call is.
 -- ARGV[3]: number of the move that makes the change, '' for none.
 -- Returns that answer, 0 when all blocks lost, then the indexes of those that were something else than expected.
@@ -409,7 +418,7 @@ local function change_whole(group, id)
     return
   end
   if not group[3] then
-    kept[id] = {with_headers(value, group[5], group[4], group[11]), group[6], group[7]}
+    kept[id] = {with_headers(value, group[5], group[4], group[12]), group[6], group[7]}
     return
   end
   kept[id] = {text, group[6], group[7]}
@@ -460,9 +469,9 @@ local function change_some(group, g, size)
       add_run(new, here, new.stamp, new.headers, score_from(id, group[6]), group[7])
     else
       local run = run_of(id)
-      for n, pair in ipairs(group[11] and pairs_of_it or {}) do
-        run.bodies[pair[2]] = group[11][pair[1]]
-        run.sizes[pair[2]] = size_of(group[11][pair[1]])
+      for n, pair in ipairs(group[12] and pairs_of_it or {}) do
+        run.bodies[pair[2]] = group[12][pair[1]]
+        run.sizes[pair[2]] = size_of(group[12][pair[1]])
       end
       table.sort(there)
       add_run(run, there, group[5], group[4], score_from(id, group[6]), group[7])
@@ -552,11 +561,13 @@ if removed > 0 then
   for key in pairs(forgotten) do fields[#fields + 1] = key end
   forgotten = fields
 end
-local stale = {}
+local stale, served = {}, {}
 for g, group in ipairs(groups) do
   if group[10] then stale[#stale + 1] = texts[g] end
+  if group[11] then served[#served + 1] = texts[g] end
 end
 if #stale > 0 then notify_stale(prefix, table.concat(stale)) end
+if #served > 0 then notify_served(prefix, served) end
 store(stored)
 notify_changed(changed)
 if #gone > 0 then redis.call('UNLINK', unpack(gone)) end

@@ -17,7 +17,8 @@ Keys of one tag share a hash tag, hence a slot of a cluster; `P` is the name of 
     P:y{uid.tag}            fence: there while the blocks move to another store, and after they left (`StoreMoves`)
 
 A change of blocks that can be served is published on the channel `P:k`, with their keys: managers keep answers for no
-others, so new blocks cost the other managers nothing.
+others, so new blocks cost the other managers nothing. Blocks that come to be served are published on `P:n` while a
+manager listens there.
 
 Keys of blocks and ids of runs are 8 bytes, big endian; the high 20 bits of an id are the number of its tag. Invariants:
 
@@ -108,7 +109,7 @@ from kvcm.store.redis.tracking import Revisions, owner_of
 from kvcm.telemetry.metrics import measure, timed
 from kvcm.telemetry.tracing import staged
 
-__all__ = ["Fence", "RunsBackend", "TagKeys", "channel_of", "noticed_blocks"]
+__all__ = ["Fence", "RunsBackend", "TagKeys", "channel_of", "channel_of_new", "noticed_blocks"]
 
 _ABSENT: Final = bytes(STAMP_SIZE)
 _UNKNOWN: Final = b"\xff" * STAMP_SIZE  # no write has this stamp
@@ -165,6 +166,11 @@ def channel_of(deployment: str) -> bytes:
     return f"{deployment}:k".encode()
 
 
+def channel_of_new(deployment: str) -> bytes:
+    """Return the channel on which blocks are published that become resident."""
+    return f"{deployment}:n".encode()
+
+
 def noticed_blocks(notice: bytes) -> Mapping[int, Sequence[bytes]]:
     """Return the blocks of a published notice: their keys, as they are stored, by the uid of their instance; nothing of
     another message."""
@@ -185,6 +191,7 @@ class _Document(NamedTuple):
         due: unix seconds, False for never.
         sums: what each block adds to the sums.
         is_resident: whether the blocks are, so that managers may keep answers for them.
+        becomes_resident: whether they are afterwards, and were not.
         bodies: to set by block, None to leave them.
     """
 
@@ -196,6 +203,7 @@ class _Document(NamedTuple):
     due: float | bool
     sums: Mapping[Sum, int]
     is_resident: bool
+    becomes_resident: bool
     bodies: Sequence[bytes] | None = None
 
     def numbered(self, argument: int) -> tuple[Any, ...]:
@@ -203,7 +211,8 @@ class _Document(NamedTuple):
         headers = False if self.headers is None else _text(self.headers)
         fields, amounts = [of.field for of in self.sums], list(self.sums.values())
         ends = () if self.bodies is None else ([_text(body) for body in self.bodies],)
-        rest = (headers, _text(self.stamp), self.score, self.due, fields, amounts, self.is_resident, *ends)
+        notices = (self.is_resident, self.becomes_resident)
+        rest = (headers, _text(self.stamp), self.score, self.due, fields, amounts, *notices, *ends)
         return (_text(self.expected), argument, self.is_run, *rest)
 
 
@@ -650,7 +659,15 @@ class RunsBackend(SharedCounts):
         sums = {Sum(location.place, is_deleting=False): location.size_bytes} if location.size_bytes else {}
         score, due = whole_seconds(location.written_at) + RETIRED, float(location.deadline)
         document = _Document(
-            _ABSENT, is_run=True, headers=None, stamp=b"", score=score, due=due, sums=sums, is_resident=False
+            _ABSENT,
+            is_run=True,
+            headers=None,
+            stamp=b"",
+            score=score,
+            due=due,
+            sums=sums,
+            is_resident=False,
+            becomes_resident=False,
         )
         if len(self._tags) == 1:
             for begin in range(0, len(run.keys), MOST_BLOCKS):
@@ -676,7 +693,16 @@ class RunsBackend(SharedCounts):
                 keys = [before.keys[i] for i in some]
                 new_bodies = [bodies[i] for i in some] if bodies is not None else None
                 document = _Document(
-                    expected, False, headers, new_run_stamp(), score, due, {}, was_resident, new_bodies
+                    expected=expected,
+                    is_run=False,
+                    headers=headers,
+                    stamp=new_run_stamp(),
+                    score=score,
+                    due=due,
+                    sums={},
+                    is_resident=was_resident,
+                    becomes_resident=not was_resident,
+                    bodies=new_bodies,
                 )
                 yield tag, _Group(keys, 0, join_keys(keys), document)
 
@@ -883,6 +909,7 @@ def _group(kind: tuple[Any, ...], changes: Sequence[Change]) -> _Group:
         due=_due_of(new),
         sums=_sums_of_change(old, new),
         is_resident=was_resident,
+        becomes_resident=not was_resident and is_resident(new),
     )
     return _Group(keys, 1 - (old is not None), content, document)
 
@@ -909,7 +936,8 @@ def _change_in_place(stamp: bytes, keys: Sequence[int], old: BlockRecord | None,
         score=new_score(old, new),
         due=_due_of(new),
         sums=_sums_of_change(old, new),
-        is_resident=old is not None and is_resident(old),
+        is_resident=(was_resident := old is not None and is_resident(old)),
+        becomes_resident=not was_resident and new is not None and is_resident(new),
     )
     return _Group(keys, (new is not None) - (old is not None), join_keys(keys), document)
 

@@ -89,7 +89,8 @@ class Invalidations:
 
     Args:
         client: of the servers.
-        prefixes: what the keys of interest begin with; none is the beginning of another.
+        prefixes: what the keys of interest begin with; none is the beginning of another. Without any, only notices
+            arrive.
         on_keys: receives changed keys; must not raise.
         on_reset: called when any key may have changed; must not raise.
         channel: of the notices; without one there are none.
@@ -209,8 +210,9 @@ class _MasterConnection:
             async with asyncio.timeout(_PONG_SECONDS):
                 client_id = await self._call(b"CLIENT", b"ID")
                 of = [word for prefix in prefixes for word in (b"PREFIX", prefix)]
-                await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", *of, b"REDIRECT", client_id)
-                await self._call(b"SUBSCRIBE", _CHANNEL)
+                if of:
+                    await self._call(b"CLIENT", b"TRACKING", b"ON", b"BCAST", *of, b"REDIRECT", client_id)
+                    await self._call(b"SUBSCRIBE", _CHANNEL)
                 if channel:
                     await self._call(b"SUBSCRIBE", channel)
         except ResponseError as error:
