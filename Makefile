@@ -22,7 +22,7 @@ $(VENV)/.server: pyproject.toml .ci/constraints.txt
 # it would bring a build for GPUs. triton interprets the kernels of GPUs in tests.
 $(VENV)/.dev: $(VENV)/.server
 	$(PIP) install --quiet --constraint .ci/constraints.txt torch==2.13.0
-	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,gateway,engine,mooncake,tracing,optimizer,subscriber,dev]'
+	$(PIP) install --quiet --constraint .ci/constraints.txt --editable '.[server,gateway,scorer,engine,mooncake,tracing,optimizer,subscriber,dev]'
 	$(PIP) install --quiet --constraint .ci/constraints.txt --no-deps triton
 	touch $@
 

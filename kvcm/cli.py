@@ -45,6 +45,7 @@ with _naming_missing_packages():
     from kvcm.commands.instance import instance_app
     from kvcm.commands.optimize import optimize
     from kvcm.commands.residency import residency, score
+    from kvcm.commands.scorer import scorer
     from kvcm.commands.snapshot import snapshot_app
     from kvcm.commands.storage import storage_app
     from kvcm.commands.trace import trace_app
@@ -78,6 +79,7 @@ _COMMANDS = {
     "doctor": doctor,
     "optimize": optimize,
     "gateway": gateway,
+    "scorer": scorer,
 }
 app = typer.Typer(
     name="kvcm",

@@ -28,6 +28,8 @@ _TITLES = {
     "admin_service": "Calls of operators",
     "debug_service": "Calls that make others fail",
     "kv_meta_service": "Values of string keys",
+    "kv_indexer": "The index of SGLang's router, served by kvcm scorer",
+    "indexer": "The indexer of llm-d, served by kvcm scorer",
 }
 _NESTED, _FIELD, _VALUE, _MESSAGE, _ENUM, _SERVICE, _METHOD = 3, 2, 2, 4, 5, 6, 2
 _INNER_ENUM = 4

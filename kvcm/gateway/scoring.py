@@ -16,10 +16,10 @@ from kvcm.model.errors import ErrorCode
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import residency_service_pb2_grpc as pb_grpc
 
-__all__ = ["EngineScore", "ScoreClient", "ScoreError"]
+__all__ = ["CHANNEL_OPTIONS", "EngineScore", "ScoreClient", "ScoreError"]
 
 _log = structlog.get_logger("kvcm.gateway")
-_OPTIONS: Final = (
+CHANNEL_OPTIONS: Final = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),  # the default is two minutes, in which nothing is scored
@@ -29,6 +29,7 @@ _OPTIONS: Final = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),  # proxies of the environment are for downloads, and would see the key
 )
+"""Of connections to a manager that is asked for scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,9 @@ class ScoreClient:
 
     def __init__(self, address: str, *, key: str, ca: bytes, timeout_seconds: float, tokens_per_second: float) -> None:
         if ca:
-            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca), options=_OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca), options=CHANNEL_OPTIONS)
         else:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         make_stub: Any = pb_grpc.ResidencyServiceStub  # which has no types
         self._stub = make_stub(self._channel)
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()

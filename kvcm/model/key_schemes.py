@@ -100,6 +100,12 @@ class KeyScheme:
         """Whether hashes are vLLM's."""
         return self.algorithm in _SERIALIZERS
 
+    @property
+    def has_keys_in_events(self) -> bool:
+        """Whether a key is the number in the engine's KV events XOR the mask. That number is the first 8 bytes of the
+        hash for SGLang, as of a key; vLLM's is the last 8 bytes, which say nothing about the first."""
+        return self.algorithm == SGLANG_SHA256
+
     def key(self, digest: bytes) -> BlockKey:
         """Return the key of a block by its full hash."""
         first = digest[:_KEY_BYTES]

@@ -31,7 +31,7 @@ from kvcm.service.rejections import RejectedError
 from kvcm.service.request_limits import BodyReader, max_body_bytes
 from kvcm.service.tls import ServerTls
 
-__all__ = ["GrpcServer", "WakeupSocket", "coalesced_wakeups"]
+__all__ = ["GrpcServer", "WakeupSocket", "check_free", "coalesced_wakeups"]
 
 # Bodies of requests: read after authentication, and given up where they do not come in time.
 #
@@ -259,7 +259,7 @@ class GrpcServer:
         tls: ServerTls | None = None,
         patience: ConnectionLimits | None = None,
     ) -> None:
-        _check_free(host, port)
+        check_free(host, port)
         acceptors = _ACCEPTORS if limits.max_connections >= _MANY_CONNECTIONS else 1
         most = (
             limits.max_connections
@@ -378,9 +378,13 @@ def _bound(server: grpc.aio.Server, host: str, port: int, tls: ServerTls | None)
         raise StorageIOError(f"gRPC address {host}:{port} cannot be bound") from error
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Check ourselves whether an address is taken: a second manager has to fail, not to share its requests; and gRPC
-    would write lines of its own to stderr."""
+    would write lines of its own to stderr.
+
+    Raises:
+        StorageIOError: it is taken, or cannot be bound.
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

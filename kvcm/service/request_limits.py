@@ -184,7 +184,7 @@ MAX_SNAPSHOT_BYTES: Final = 8 << 20
 """Of a whole configuration: some thousand instances."""
 _PER_KEY: Final = {
     *("block_keys", "values", "location_spec_group_names", "locations", "parts"),
-    *("block_cache_keys", "events", "blocks"),
+    *("block_cache_keys", "events", "blocks", "event_hashes"),
 }
 _PER_KEY_IN: Final = {"kv_cache_manager.proto.meta.GetCacheLocationsByBackendRequest.location_spec_names"}
 _PACKED_KEYS: Final = {"added_keys", "removed_keys"}

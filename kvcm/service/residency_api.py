@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcm.cache.manager import CacheManager
-from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError
+from kvcm.model.errors import InvalidArgumentError, NotReadyError, StorageIOError, UnsupportedError
 from kvcm.model.instances import Instance
 from kvcm.model.key_schemes import KVCM, KeyScheme, block_keys
 from kvcm.model.keys import mixed_array
@@ -166,7 +166,9 @@ class ResidencyApi:
             costs=costs,
         )
         tokens = np.stack(prefixes) * block_tokens
-        message = pb.ScoreResponse(storage_tokens=_leading(stored) * block_tokens, prompt_tokens=prompt_tokens)
+        message = pb.ScoreResponse(
+            storage_tokens=_leading(stored) * block_tokens, prompt_tokens=prompt_tokens, block_tokens=block_tokens
+        )
         is_complete = [residency.is_complete(engine) for engine in engines]
         return Reply(message, _encoded(engines, tokens, estimates, is_complete))
 
@@ -284,15 +286,21 @@ def _check_engine(field: str, engine: str) -> None:
 
 
 async def _keys_of(request: Any, residency: InstanceResidency, most_keys: int) -> NDArray[np.int64]:
+    if request.event_hashes and (request.block_keys or request.token_ids):
+        raise InvalidArgumentError(
+            "Score.event_hashes: block_keys or token_ids are given, too, must be one of the three"
+        )
     if request.block_keys:
         return mixed_array(request.block_keys)
-    require(request.token_ids, "Score.block_keys and token_ids", "is required: one of the two")
+    require(request.event_hashes or request.token_ids, "Score.block_keys and token_ids", "is required: one of the two")
     scheme, instance = residency.key_scheme, residency.instance
     if scheme is None and residency.has_own_reporters:
         raise NotReadyError(
             f"no reporter of instance {instance.instance_id!r} has named its key_scheme since this manager started: "
             "try again, or give block_keys"
         )
+    if request.event_hashes:
+        return _keys_of_events(request.event_hashes, scheme)
     if scheme is None:
         if instance.block_size <= 0:
             raise InvalidArgumentError(
@@ -309,6 +317,17 @@ async def _keys_of(request: Any, residency: InstanceResidency, most_keys: int) -
     if len(tokens) <= _TOKENS_ON_LOOP and blocks <= _BLOCKS_ON_LOOP:
         return mixed_array(block_keys(scheme, tokens, request.cache_salt))
     return mixed_array(await asyncio.to_thread(block_keys, scheme, tokens, request.cache_salt))
+
+
+def _keys_of_events(hashes: Sequence[int], scheme: KeyScheme | None) -> NDArray[np.int64]:
+    if scheme is None:  # reporters of events alone, whose keys are the hashes
+        return mixed_array(hashes)
+    if not scheme.has_keys_in_events:
+        raise UnsupportedError(
+            f"Score.event_hashes: hashes in events of algorithm {scheme.algorithm} have not the bits of block keys; "
+            "give token_ids or block_keys"
+        )
+    return mixed_array(np.array(hashes, np.int64) ^ scheme.mask)
 
 
 def _candidates(request: Any, residency: InstanceResidency) -> list[Engine]:

@@ -12,7 +12,14 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, FileDescriptor
 
-from kvcm.protocol import admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, meta_service_pb2
+from kvcm.protocol import (
+    admin_service_pb2,
+    debug_service_pb2,
+    indexer_pb2,
+    kv_indexer_pb2,
+    kv_meta_service_pb2,
+    meta_service_pb2,
+)
 from kvcm.protocol.kvcm.v1 import (
     access_service_pb2,
     capacity_service_pb2,
@@ -30,7 +37,7 @@ CONTRACT = Path(__file__).with_name("contract.txt")
 MODULES = [
     meta_service_pb2, admin_service_pb2, debug_service_pb2, kv_meta_service_pb2, unread_pb2, lease_service_pb2,
     group_service_pb2, pin_service_pb2, capacity_service_pb2, storage_service_pb2, insight_service_pb2,
-    pool_service_pb2, access_service_pb2, residency_service_pb2,
+    pool_service_pb2, access_service_pb2, residency_service_pb2, kv_indexer_pb2, indexer_pb2,
 ]  # fmt: skip
 KINDS = {
     FieldDescriptor.TYPE_BOOL: "bool",
@@ -40,7 +47,7 @@ KINDS = {
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_INT64: "int64",
     FieldDescriptor.TYPE_SFIXED64: "sfixed64",
-    FieldDescriptor.TYPE_UINT64: "uint64",
+    FieldDescriptor.TYPE_UINT32: "uint32",
     FieldDescriptor.TYPE_STRING: "string",
     FieldDescriptor.TYPE_UINT64: "uint64",
 }

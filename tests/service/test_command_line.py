@@ -354,7 +354,7 @@ def test_no_option_takes_a_secret_and_every_command_reaches_its_manager_in_the_s
     for path, leaf in LEAVES.items():
         taken = {option for each in leaf.params for option in each.opts}
         assert not taken & {"--key", "--password", "--secret", "--token"}, path
-        assert taken >= connection or path.split()[1] in {"serve", "index", "trace", "gateway"}, path
+        assert taken >= connection or path.split()[1] in {"serve", "index", "trace", "gateway", "scorer"}, path
 
 
 def test_the_exit_codes_are_in_the_help(tmp_path: Any) -> None:

@@ -102,6 +102,8 @@ class ScoresDocument(Document):
     """Tokens of the prompt from its start that lie in storages."""
     prompt_tokens: Int64
     """Tokens of the prompt that were assumed."""
+    block_tokens: Int64
+    """Tokens of a block."""
 
 
 class ScoreResource:

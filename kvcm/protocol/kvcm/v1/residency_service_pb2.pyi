@@ -119,7 +119,7 @@ class ScoreCosts(_message.Message):
     def __init__(self, compute_tokens_per_second: _Optional[float] = ..., host_bytes_per_second: _Optional[float] = ..., disk_bytes_per_second: _Optional[float] = ..., storage_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class ScoreRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "engines", "prompt_tokens", "costs", "cache_salt")
+    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "engines", "prompt_tokens", "costs", "cache_salt", "event_hashes")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,7 @@ class ScoreRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COSTS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HASHES_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     block_keys: _containers.RepeatedScalarFieldContainer[int]
@@ -136,7 +137,8 @@ class ScoreRequest(_message.Message):
     prompt_tokens: int
     costs: ScoreCosts
     cache_salt: str
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Union[ScoreCosts, _Mapping]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    event_hashes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., engines: _Optional[_Iterable[str]] = ..., prompt_tokens: _Optional[int] = ..., costs: _Optional[_Union[ScoreCosts, _Mapping]] = ..., cache_salt: _Optional[str] = ..., event_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EngineScore(_message.Message):
     __slots__ = ("engine", "rank", "gpu_tokens", "host_tokens", "disk_tokens", "storage_tokens", "best_peer", "best_peer_tokens", "load_seconds", "compute_seconds", "score", "is_complete")
@@ -167,16 +169,18 @@ class EngineScore(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., storage_tokens: _Optional[int] = ..., best_peer: _Optional[str] = ..., best_peer_tokens: _Optional[int] = ..., load_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., score: _Optional[float] = ..., is_complete: _Optional[bool] = ...) -> None: ...
 
 class ScoreResponse(_message.Message):
-    __slots__ = ("header", "engines", "storage_tokens", "prompt_tokens")
+    __slots__ = ("header", "engines", "storage_tokens", "prompt_tokens", "block_tokens")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     STORAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     header: _meta_service_pb2.CommonResponseHeader
     engines: _containers.RepeatedCompositeFieldContainer[EngineScore]
     storage_tokens: int
     prompt_tokens: int
-    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineScore, _Mapping]]] = ..., storage_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    block_tokens: int
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., engines: _Optional[_Iterable[_Union[EngineScore, _Mapping]]] = ..., storage_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., block_tokens: _Optional[int] = ...) -> None: ...
 
 class ListReportersRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id")
