@@ -52,8 +52,10 @@ class LoggedStorageEvents:
     def publish(self, instance: Instance, change: StoredChange) -> None:
         """Take a change: one event for blocks that are gone, and one for blocks that came."""
         for event_type, blocks in (("unreadable", change.removed), ("readable", change.stored)):
-            if len(blocks.keys):
-                self._sequences[instance.instance_id] += 1
+            if not len(blocks.keys):
+                continue
+            self._sequences[instance.instance_id] += 1  # also while nobody listens, so that a gap can be seen
+            if self._log.is_active:
                 fields = {
                     "group": instance.instance_group_name,
                     "sequence": self._sequences[instance.instance_id],
