@@ -317,6 +317,9 @@ class Settings:
     )
     event_instances: tuple[str, ...] = _setting("kvcm.storage_events.instances", (), _names)
     event_sockets: tuple[EventSocket, ...] = _setting("kvcm.storage_events.sockets", (), _event_sockets)
+    query_dialect: str = _setting(
+        "kvcm.residency.query_dialect", "conductor", _one_of("conductor", "spring", "january")
+    )
     max_queue_ms: int = _setting("kvcm.limits.max_queue_ms", 2000, _number(0, 3_600_000), hot=True)
     long_request_keys: int = _setting("kvcm.limits.long_request_keys", 4096, _number(1, 1 << 24), hot=True)
     long_requests: int = _setting("kvcm.limits.long_requests", 4, _number(1, 1 << 16), hot=True)

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Final, NamedTuple, Self
+from uuid import uuid4
 
 import structlog
 from cryptography import x509
@@ -36,6 +37,7 @@ from kvcm.model.principals import ANONYMOUS, UNRESTRICTED
 from kvcm.optimizer.live.bytes_needed import BytesNeeded
 from kvcm.registry.assignment import Assignment
 from kvcm.registry.leadership import Leadership, VitalsTable
+from kvcm.residency.index_dialects import Dialect
 from kvcm.residency.scoring import Costs
 from kvcm.service.access import Access, AccessMetrics, KeyedAccess, OpenAccess
 from kvcm.service.access_api import AccessApi
@@ -49,7 +51,16 @@ from kvcm.service.event_report_api import EventReportApi
 from kvcm.service.group_store_api import GroupStoreApi
 from kvcm.service.grpc_server import GrpcLimits, GrpcServer
 from kvcm.service.http_connections import ConnectionLimits
-from kvcm.service.http_server import HttpApp, HttpServer, LazyResources, LineStream, PageRoute, Resources
+from kvcm.service.http_server import (
+    HttpApp,
+    HttpServer,
+    IndexResources,
+    LazyResources,
+    LineStream,
+    PageRoute,
+    Resources,
+)
+from kvcm.service.index_api import IndexApi
 from kvcm.service.insight_api import InsightApi
 from kvcm.service.meta_api import MetaApi
 from kvcm.service.metrics_page import ManagerState, MetricsPage, needed_readings
@@ -58,6 +69,7 @@ from kvcm.service.pin_api import PinApi
 from kvcm.service.probes import Probes
 from kvcm.service.request_limits import BodyReader, RequestLimits, RequestSizes
 from kvcm.service.residency_api import ResidencyApi
+from kvcm.service.rest.index_resource import IndexApp
 from kvcm.service.storage_api import DrainView, PoolApi, StorageApi
 from kvcm.service.tls import (
     ServerTls,
@@ -183,7 +195,14 @@ class Listeners:
         else:
             await self._rpc.serve(data, caller, bodies, has_reflection=has_reflection)
             await self._admin_rpc.serve(admin, caller, bodies, has_reflection=has_reflection)
-        self._data.serve(data, caller, pages=interface.data_pages, bodies=bodies, resources=interface.data_resources)
+        self._data.serve(
+            data,
+            caller,
+            pages=interface.data_pages,
+            bodies=bodies,
+            resources=interface.data_resources,
+            index=interface.index,
+        )
         self._admin.serve(
             interface.admin,
             caller,
@@ -192,6 +211,7 @@ class Listeners:
             bodies=bodies,
             resources=interface.resources,
             console=interface.console,
+            index=interface.index,
         )
         self._debug.serve(interface.debug, caller, bodies=bodies)
 
@@ -275,6 +295,7 @@ class ManagerApi:
         data_resources: the resources under /v1 of the data port, for routers.
         resources: the resources under /v1 of the admin port.
         console: the console on the admin port.
+        index: the index API of both ports.
     """
 
     data: list[Call]
@@ -289,6 +310,7 @@ class ManagerApi:
     data_resources: Resources | None = None
     resources: Resources | None = None
     console: Resources | None = None
+    index: IndexResources | None = None
 
     @classmethod
     def of(
@@ -329,19 +351,15 @@ class ManagerApi:
         announced = None if components.serves_only_as_leader else assignment
         watch = _vitals(components, place, board, calls=data, recorder=recorder, assignment=announced)
         components.alerts.managers, components.alerts.certificates = watch.managers, partial(certificate_ends, tls)
-        readings = (
-            AccessMetrics(access).readings,
-            partial(certificate_readings, tls),
-            _estimates(components, needed),
-            components.residency_readings,
-        )
+        estimates, of_residency = _estimates(components, needed), components.residency_readings
+        readings = AccessMetrics(access).readings, partial(certificate_readings, tls), estimates, of_residency
         metrics_page = MetricsPage(recorder, components.counts, _state(components), readings)
-        resources = _resources([*data, *admin], caller, recent, watch)
+        resources, bodies = _resources([*data, *admin], caller, recent, watch), BodyReader(limits, reading)
         return cls(
             data=data,
             admin=admin,
             caller=caller,
-            bodies=BodyReader(limits, reading),
+            bodies=bodies,
             streams={"/api/events": components.events.subscribe},
             vitals=watch,
             pages={"/metrics": metrics_page, OPENAPI_PATH: CallsPage(admin)},
@@ -350,6 +368,7 @@ class ManagerApi:
             data_resources=_data_resources(data, caller),
             resources=resources,
             console=_console(resources, caller),
+            index=IndexApp(data, caller, bodies, limits, dialect=Dialect(settings.query_dialect)),
         )
 
 
@@ -544,8 +563,9 @@ def _data_calls(
     residency = ResidencyApi(
         components.cache, components.residency, limits, costs=_costs(components.settings), assignment=assignment
     )
+    index = IndexApi(components.cache, components.registry, components.residency, residency, limits, run_id=uuid4().hex)
     events = EventReportApi(components.cache, components.registry, components.residency, limits)
-    return [*meta.calls(), *events.calls(), *pins.calls(), *pools.calls(), *residency.calls()]
+    return [*meta.calls(), *events.calls(), *pins.calls(), *pools.calls(), *residency.calls(), *index.calls()]
 
 
 def _costs(settings: Settings) -> Costs:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from kvcm.residency.block_table import BlockTable, Keys, Values
 from kvcm.residency.holder_sets import HolderSets, bit_numbers
+from kvcm.residency.tier_walk import IN_GPU, IN_HOST, ON_DISK, Runs
 
 __all__ = ["ALL_PARTS", "BlockHolders", "HeldParts", "Medium", "Prefixes", "Unit"]
 
@@ -47,7 +48,12 @@ class Medium(IntEnum):
 # What a block counts for that is in a medium: a prefix in a slower one counts the faster ones, too.
 _GPU, _HOST, _DISK, _JOINT = 1, 2, 4, 8
 _PREFIXES: Final = (_GPU, _HOST, _DISK, _JOINT)  # in the order of `Prefixes`
-_FLAGS: Final = {Medium.GPU: _GPU | _HOST | _DISK, Medium.HOST: _HOST | _DISK, Medium.DISK: _DISK}
+_ITSELF: Final = 4  # bits by which the flags of the medium itself are shifted
+_FLAGS: Final = {
+    Medium.GPU: _GPU | _HOST | _DISK | IN_GPU << _ITSELF,
+    Medium.HOST: _HOST | _DISK | IN_HOST << _ITSELF,
+    Medium.DISK: _DISK | ON_DISK << _ITSELF,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -155,14 +161,19 @@ def _first_places(sets: Values, stored: NDArray[np.bool_]) -> NDArray[np.int64]:
     Neighbours are mostly equal, so runs of them are made first, and only their beginnings are put in order.
     """
     pairs = sets.astype(np.int64) * 2 + stored
-    is_new = np.empty(len(pairs), np.bool_)
-    is_new[:1] = True
-    np.not_equal(pairs[1:], pairs[:-1], out=is_new[1:])
-    starts = np.flatnonzero(is_new)
+    starts = _run_starts(pairs)
     _, firsts = np.unique(pairs[starts], return_index=True)
     firsts.sort()
     found: NDArray[np.int64] = starts[firsts]
     return found
+
+
+def _run_starts(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each run of equal values begins."""
+    is_new = np.empty(len(values), np.bool_)
+    is_new[:1] = True
+    np.not_equal(values[1:], values[:-1], out=is_new[1:])
+    return np.flatnonzero(is_new)
 
 
 class BlockHolders:
@@ -342,6 +353,21 @@ class BlockHolders:
             if not going.any():
                 break
         return Prefixes(*lengths[counts])
+
+    def tier_runs(self, keys: Keys, columns: NDArray[np.int64], stored: NDArray[np.bool_]) -> Runs:
+        """Return the media in which engines hold blocks, by runs of blocks that are equal in that.
+
+        Args:
+            keys: mixed keys of at most 4,096 blocks in order.
+            columns: of the engines; -1 for one that holds nothing.
+            stored: which of the blocks lie in a storage.
+        """
+        columns = np.where(columns < self._columns, columns, -1)
+        sets = self._table.find(keys)
+        starts = _run_starts(sets.astype(np.int64) * 2 + stored)
+        flags = self._held(sets[starts], columns) >> np.uint8(_ITSELF)
+        flags |= (stored[starts] * np.uint8(ON_DISK))[:, None]
+        return Runs(np.diff(starts, append=len(keys)), flags)
 
     def held_run(self, keys: Keys) -> int:
         """Return how many blocks from the first on are held by some engine each, not always the same."""

@@ -31,6 +31,7 @@ from kvcm.model.storages import StorageType
 from kvcm.residency.block_holders import ALL_PARTS, BlockHolders, Medium, Prefixes, Unit
 from kvcm.residency.block_table import Keys
 from kvcm.residency.event_reports import EventCounts, EventReports, EventTimes, HostColumns, is_medium
+from kvcm.residency.tier_walk import TierWalk
 from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.metrics import Reading
 
@@ -332,6 +333,14 @@ class InstanceResidency:
             return bool(of_events)
         return reporter.is_complete and not reporter.is_quiet and of_events is not False
 
+    def state_of(self, engine: Engine) -> ReporterState | None:
+        """Return how much is known of an engine, None where none of its reporters is available."""
+        reporter = self._reporters.get(engine)
+        if reporter is not None:
+            return _state(reporter)
+        of_events = self.events.is_complete(engine.host) if len(self.events) else None
+        return None if of_events is None else ReporterState.COMPLETE if of_events else ReporterState.PARTIAL
+
     def states(self) -> Iterator[ReporterState]:
         """Yield the state of every reporter."""
         return map(_state, self._reporters.values())
@@ -362,6 +371,17 @@ class InstanceResidency:
             stored: which of the blocks lie in a storage; None for none.
         """
         return self._blocks.prefixes(keys, self._columns_of(engines), stored)
+
+    def extend_walk(self, walk: TierWalk, keys: Keys, engines: Sequence[Engine], stored: NDArray[np.bool_]) -> None:
+        """Count the next blocks of a prompt; nothing for engines that do not report.
+
+        Args:
+            walk: through the tiers of the engines.
+            keys: mixed keys of the blocks in order, as many as a window has.
+            engines: the ranks of the walk.
+            stored: which of the blocks lie in a storage.
+        """
+        walk.extend(self._blocks.tier_runs(keys, self._columns_of(engines), stored))
 
     def held_run(self, keys: Keys) -> int:
         """Return how many blocks from the first on are held by some engine each, not always the same."""

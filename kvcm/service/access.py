@@ -32,6 +32,7 @@ from kvcm.telemetry.metrics import Reading
 __all__ = [
     "ACTIONS",
     "CERTIFICATE_NAMES",
+    "INDEX_PATHS",
     "OUTCOMES",
     "PAGE_POLICIES",
     "POLICIES",
@@ -142,6 +143,11 @@ _BY_SERVICE: Final[Mapping[str, Mapping[str, Policy]]] = {
         "ReportResidency": _on_instance(Verb.WRITE, Verb.REPORT),
         "Score": _on_instance(Verb.SCORE),
         "ListReporters": _on_instance(Verb.SCORE, Verb.VIEW),
+        # Of the instances and publishers of the groups that the principal covers.
+        "MatchModel": _on_own_groups("instance_group", Verb.SCORE),
+        "RegisterPublisher": _on_own_groups("instance_group", Verb.WRITE, Verb.REPORT),
+        "UnregisterPublisher": _on_own_groups("instance_group", Verb.WRITE, Verb.REPORT),
+        "DescribeIndex": _on_own_groups("instance_group", Verb.WRITE, Verb.REPORT, Verb.SCORE, Verb.VIEW),
     },
     # A node's agent speaks for memory that all groups use.
     "kvcm.v1.PoolService": {"ReportPool": _everywhere(Verb.WRITE)},
@@ -218,6 +224,10 @@ POLICIES: Final[Mapping[tuple[str, str], Policy]] = {
     (service, name): policy for service, policies in _BY_SERVICE.items() for name, policy in policies.items()
 }
 """Of calls, by service and name."""
+INDEX_PATHS: Final = frozenset(
+    {"/register", "/unregister", "/query", "/query_by_hash", "/services", "/workers", "/global_view"}
+)
+"""Paths of the index API. They want a principal, and the calls that they make want what they want."""
 PAGE_POLICIES: Final[Mapping[str, Policy]] = {
     "/livez": _OPEN,
     "/readyz": _OPEN,
@@ -381,7 +391,8 @@ class KeyedAccess:
 
     def page_principal(self, path: str, credentials: Credentials) -> Principal:
         """Return the principal that asks for a page."""
-        has_calls = path.startswith(("/v1/", "/console/")) and path not in PAGE_POLICIES
+        is_resource = path in INDEX_PATHS or path.startswith(("/v1/", "/console/"))
+        has_calls = is_resource and path not in PAGE_POLICIES
         policy = _ANY_PRINCIPAL if has_calls else PAGE_POLICIES[path]  # the calls of resources have their own
         if policy.is_open:
             return self._optional_principal(credentials)

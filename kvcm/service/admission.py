@@ -528,7 +528,10 @@ def key_count(call: Call, request: Any) -> int:
     return most
 
 
-_COUNTED: Final = ("block_keys", "token_ids", "success_blocks", "parts", "block_cache_keys", "events", "changes")
+_COUNTED: Final = (
+    *("block_keys", "token_ids", "success_blocks", "parts", "block_cache_keys", "events", "changes"),
+    "block_hashes",
+)
 
 
 def _counted_fields(request_type: type[Any]) -> tuple[str, ...]:

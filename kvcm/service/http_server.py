@@ -18,7 +18,7 @@ import uvicorn
 from kvcm.model.errors import StorageIOError
 from kvcm.model.principals import UNRESTRICTED, Principal
 from kvcm.model.tasks import end_tasks
-from kvcm.service.access import credentials_of
+from kvcm.service.access import INDEX_PATHS, credentials_of
 from kvcm.service.admission import Phase, ServingGate
 from kvcm.service.calls import Arrival, Call, Caller
 from kvcm.service.http_connections import (
@@ -40,6 +40,7 @@ __all__ = [
     "HttpApp",
     "HttpApplication",
     "HttpServer",
+    "IndexResources",
     "LazyResources",
     "LineStream",
     "Page",
@@ -154,11 +155,26 @@ async def _revoked(may_listen: Callable[[], bool]) -> None:
 
 Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 """Answers requests below /v1, as an ASGI application."""
+
+
+class IndexResources(Protocol):
+    """The index API, as an ASGI application that writes its refusals itself."""
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None: ...
+
+    async def refuse(self, scope: MutableMapping[str, Any], send: Send, problem: Problem) -> None:
+        """Refuse a request that is not read."""
+
+
 ARRIVAL: Final = "kvcm.arrival"
 """Key of the scope of a request for a resource: how it came."""
+Refuse = Callable[[MutableMapping[str, Any], Send, Problem], Awaitable[None]]
+"""Writes a refusal."""
 _RESOURCES: Final = b"/v1/"
 _CONSOLE: Final = b"/console/"
 _MAX_RESOURCE_BYTES: Final = 1 << 21  # is read on the event loop
+_MAX_INDEX_BYTES: Final = 1 << 23  # as of Dynamo's index: a million tokens, which a thread reads
+_INDEX: Final = frozenset(path.encode() for path in INDEX_PATHS)
 _JSON: Headers = [(b"content-type", b"application/json")]
 _CLOSE = (b"connection", b"close")
 _NO_PAGES: Final = "requests from web pages are not served"
@@ -201,6 +217,7 @@ class HttpApp:
         self._bodies: BodyReader | None = None
         self._resources: Resources | None = None
         self._console: Resources | None = None
+        self._index: IndexResources | None = None
 
     def serve(
         self,
@@ -212,6 +229,7 @@ class HttpApp:
         bodies: BodyReader,
         resources: Resources | None = None,
         console: Resources | None = None,
+        index: IndexResources | None = None,
     ) -> None:
         """Answer calls from now on, while the gate is open.
 
@@ -223,8 +241,9 @@ class HttpApp:
             bodies: reads requests.
             resources: answers paths below /v1.
             console: answers browsers, at / and below /console.
+            index: answers the paths of the index API.
         """
-        self._resources, self._console = resources, console
+        self._resources, self._console, self._index = resources, console, index
         self._calls.update((call.path, call) for call in calls)
         self._caller, self._bodies = caller, bodies
         self._streams.update(streams or {})
@@ -252,7 +271,9 @@ class HttpApp:
         path = scope.get("raw_path", b"")
         is_page = path.startswith(_CONSOLE) or (path == b"/" and scope["method"] == "GET")
         if path.startswith(_RESOURCES):
-            await self._resource(scope, receive, send)
+            await self._resource(self._resources, _refuse_resource, scope, receive, send)
+        elif self._index is not None and path in _INDEX:
+            await self._resource(self._index, self._index.refuse, scope, receive, send)
         elif self._console is not None and is_page:
             await self._page(self._console, scope, receive, send)
         elif scope["method"] == "POST":
@@ -304,26 +325,34 @@ class HttpApp:
         self._caller.report_rejection(call, arrival, refusal)
         return refusal
 
-    async def _resource(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _resource(
+        self,
+        resources: Resources | None,
+        refuse: Refuse,
+        scope: MutableMapping[str, Any],
+        receive: Receive,
+        send: Send,
+    ) -> None:
         problem = self._problem(scope["method"], dict(scope["headers"]))
         if problem is not None:
-            await _respond_problem(send, problem)
+            await refuse(scope, send, problem)
             return
-        if self._resources is None:
+        if resources is None:
             await _not_found(send)
             return
         self._gate.enter()
         try:
             principal = self._principal(scope)
             arrival = self._arrival(scope)._replace(principal=principal)
-            most = max_body_bytes(principal, min(_MAX_RESOURCE_BYTES, self._max_body_bytes))
+            most = _MAX_INDEX_BYTES if resources is self._index else _MAX_RESOURCE_BYTES
+            most = max_body_bytes(principal, min(most, self._max_body_bytes))
             body = await self._read(dict(scope["headers"]), receive, most)
             leaving = _closing(send, self._gate)
-            await self._resources({**scope, ARRIVAL: arrival}, _empty_receive(body, receive), leaving)
+            await resources({**scope, ARRIVAL: arrival}, _empty_receive(body, receive), leaving)
         except _BodyTooLargeError as error:
-            await _respond_problem(send, Problem(413, str(error)))
+            await refuse(scope, send, Problem(413, str(error)))
         except RejectedError as error:
-            await _respond_problem(send, problem_of_refusal(error))
+            await refuse(scope, send, problem_of_refusal(error))
         except _ClientGoneError:
             pass
         finally:
@@ -494,7 +523,7 @@ async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> No
     await send({"type": "http.response.body", "body": body})
 
 
-async def _respond_problem(send: Send, problem: Problem) -> None:
+async def _refuse_resource(_scope: MutableMapping[str, Any], send: Send, problem: Problem) -> None:
     headers = [(name.encode(), value.encode("latin-1")) for name, value in problem.headers]
     await _respond(send, problem.status, problem.body(), [(b"content-type", MEDIA_TYPE.encode()), *headers])
 

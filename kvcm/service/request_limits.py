@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError
@@ -29,6 +29,9 @@ __all__ = [
     "check_text",
     "max_body_bytes",
 ]
+
+
+Read = TypeVar("Read")
 
 
 @dataclass(slots=True)
@@ -103,6 +106,17 @@ class BodyReader:
             return call.request_type.FromString(body)
         most = _MAX_SUBMESSAGES_PER_KEY * self._limits.max_keys
         return await self._read_queued(deadline, _read_proto, body, call.request_type, most)
+
+    async def read(self, body: bytes, read: Callable[[bytes], Read]) -> Read:
+        """Return what a function reads in a body, which it bounds itself.
+
+        Raises:
+            RejectedError: it is large, and cannot be read in time.
+        """
+        if len(body) <= _SMALL_JSON_BYTES:
+            return read(body)
+        found: Read = await self._read_queued(None, read, body)
+        return found
 
     async def _read_queued(self, deadline: float | None, read: Callable[..., Any], *arguments: Any) -> Any:
         began = await self._lane.enter(deadline)
@@ -184,7 +198,7 @@ MAX_SNAPSHOT_BYTES: Final = 8 << 20
 """Of a whole configuration: some thousand instances."""
 _PER_KEY: Final = {
     *("block_keys", "values", "location_spec_group_names", "locations", "parts"),
-    *("block_cache_keys", "events", "blocks", "event_hashes"),
+    *("block_cache_keys", "block_hashes", "events", "blocks", "event_hashes"),
 }
 _PER_KEY_IN: Final = {"kv_cache_manager.proto.meta.GetCacheLocationsByBackendRequest.location_spec_names"}
 _PACKED_KEYS: Final = {"added_keys", "removed_keys"}

@@ -34,7 +34,7 @@ from kvcm.service.calls import Call, Reply, instance_call
 from kvcm.service.meta_api import node_endpoint
 from kvcm.service.request_limits import MAX_ENTRIES, MAX_NAME_BYTES, RequestLimits
 
-__all__ = ["ResidencyApi"]
+__all__ = ["REPORTER_STATES", "ResidencyApi", "keys_of_tokens"]
 
 _SERVICE: Final = "kvcm.v1.ResidencyService"
 _KEY_BYTES: Final = 8
@@ -154,7 +154,7 @@ class ResidencyApi:
         keys = await _keys_of(request, residency, self._limits.max_keys)
         engines = _candidates(request, residency)
         costs = _costs_of(request.costs, self._costs)
-        stored = await self._stored(cache, keys, residency)
+        stored = await self.stored(cache, keys, residency)
         prefixes = residency.prefixes(keys, engines, stored if stored.any() else None)
         block_tokens = residency.block_tokens
         prompt_tokens = _prompt_tokens(request, len(keys) * block_tokens)
@@ -172,7 +172,7 @@ class ResidencyApi:
         is_complete = [residency.is_complete(engine) for engine in engines]
         return Reply(message, _encoded(engines, tokens, estimates, is_complete))
 
-    async def _stored(self, cache: Any, keys: NDArray[np.int64], residency: InstanceResidency) -> NDArray[np.bool_]:
+    async def stored(self, cache: Any, keys: NDArray[np.int64], residency: InstanceResidency) -> NDArray[np.bool_]:
         """Return which blocks can be read from storages, as far as it counts for a prefix.
 
         Behind a block that lies in no storage, others count only for engines that hold this one: so the lookup goes on
@@ -211,7 +211,7 @@ class ResidencyApi:
             pb.Reporter(
                 engine=status.engine.address,
                 rank=status.engine.rank,
-                state=_STATES[status.state],
+                state=REPORTER_STATES[status.state],
                 sequence=status.sequence,
                 quiet_ms=int(status.quiet_seconds * 1000),
                 media=[
@@ -261,7 +261,7 @@ def _change_of(change: Any, field: str, instance: Instance) -> Change:
 
 _MEDIA: Final = {int(medium): medium for medium in Medium}
 _WIRE_MEDIA: Final = {Medium.GPU: pb.MEDIUM_GPU, Medium.HOST: pb.MEDIUM_HOST, Medium.DISK: pb.MEDIUM_DISK}
-_STATES: Final = {
+REPORTER_STATES: Final = {
     ReporterState.COMPLETE: pb.REPORTER_COMPLETE,
     ReporterState.PARTIAL: pb.REPORTER_PARTIAL,
     ReporterState.QUIET: pb.REPORTER_QUIET,
@@ -308,11 +308,27 @@ async def _keys_of(request: Any, residency: InstanceResidency, most_keys: int) -
                 "reporter has named a key_scheme: give block_keys"
             )
         scheme = KeyScheme(KVCM, b"", 0, instance.block_size)
+    return await keys_of_tokens("Score", request, scheme, most_keys)
+
+
+async def keys_of_tokens(call: str, request: Any, scheme: KeyScheme, most_keys: int) -> NDArray[np.int64]:
+    """Return the mixed keys of a request's `token_ids` with its `cache_salt`.
+
+    Args:
+        call: its name, for errors.
+        request: a Score or MatchModel.
+        scheme: of the engines.
+        most_keys: that a request may have.
+
+    Raises:
+        InvalidArgumentError: there are more, a value is no token, or keys of the scheme have no salt.
+        UnsupportedError: the algorithm needs a package that is not installed.
+    """
     tokens = list(request.token_ids)
     blocks = len(tokens) // scheme.block_tokens
     if blocks > most_keys:
         raise InvalidArgumentError(
-            f"Score.token_ids has {len(tokens)} tokens, which are {blocks} blocks, at most {most_keys} are allowed"
+            f"{call}.token_ids has {len(tokens)} tokens, which are {blocks} blocks, at most {most_keys} are allowed"
         )
     if len(tokens) <= _TOKENS_ON_LOOP and blocks <= _BLOCKS_ON_LOOP:
         return mixed_array(block_keys(scheme, tokens, request.cache_salt))

@@ -45,7 +45,12 @@ MAY = {
         _MATCH: "ReportMissing",
     },
     "PoolService": {"everywhere admin": "ReportPool"},
-    "ResidencyService": {f"{_WRITE} operator": "ReportResidency", _SCORE: "Score", f"{_SCORE} viewer": "ListReporters"},
+    "ResidencyService": {
+        f"{_WRITE} operator": "ReportResidency RegisterPublisher UnregisterPublisher",
+        _SCORE: "Score MatchModel",
+        f"{_SCORE} viewer": "ListReporters",
+        f"{_SCORE} viewer write": "DescribeIndex",
+    },
     "AdminService": {
         _ADMIN: (
             "AddStorage RemoveStorage UpdateStorage CreateInstanceGroup UpdateInstanceGroup RemoveInstanceGroup "
@@ -129,7 +134,8 @@ def fields_of(rpc: str, tenants: Tenants, tenant: str = "a") -> dict[str, Any]:
         fields["instance_id"] = tenants.instances[tenant]
     if name == "RemoveInstance":
         fields["instance_id"] = "never-registered"
-    if name in {"RegisterInstance", "GetUsage", "GetCurve", "ListSessions", "ListAlerts"}:
+    of_group = {"MatchModel", "RegisterPublisher", "UnregisterPublisher", "DescribeIndex"}
+    if name in of_group | {"RegisterInstance", "GetUsage", "GetCurve", "ListSessions", "ListAlerts"}:
         fields["instance_group"] = tenants.groups[tenant]
     if name == "ListInstanceInfo":
         fields["instance_group_name"] = tenants.groups[tenant]

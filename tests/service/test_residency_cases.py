@@ -13,7 +13,7 @@ from rest_client import RestClient
 from test_meta_cases import Fields, Refused
 from test_transport_drivers import Api
 from test_transport_process import ManagerProcess
-from test_transport_sites import Site
+from test_transport_sites import Site, unique
 
 from kvcm.model.key_schemes import VLLM_SHA256, KeyScheme, block_keys, vllm_root
 
@@ -50,10 +50,27 @@ def _list(site: Site, **changes: Any) -> Fields:
     return {"instance_id": site.instance(), **changes}
 
 
+def _match(site: Site, **changes: Any) -> Fields:
+    return {"model_name": site.instance(), "token_ids": [1, 2, 3, 4], **changes}
+
+
+def _publisher(site: Site, **changes: Any) -> Fields:
+    fields = {"engine": "e", "model_name": unique("model"), "block_size": 4, "endpoint": "tcp://10.0.0.1:5557"}
+    return {"instance_group": site.group(), "publisher": fields | changes}
+
+
+def _unregister(_site: Site, **changes: Any) -> Fields:
+    return {"engine": unique("engine"), **changes}
+
+
 GOOD: dict[str, Callable[[Site], Fields]] = {
     "ResidencyService.ReportResidency": _report,
     "ResidencyService.Score": _score,
     "ResidencyService.ListReporters": _list,
+    "ResidencyService.MatchModel": _match,
+    "ResidencyService.RegisterPublisher": _publisher,
+    "ResidencyService.UnregisterPublisher": _unregister,
+    "ResidencyService.DescribeIndex": lambda _site: {},
 }
 
 
@@ -71,6 +88,14 @@ def _bad_scheme(**changes: Any) -> Fields:
 
 def _bad_report(rule: str, *texts: str, **changes: Any) -> Refused:
     return _refused(_report, rule, *texts, **changes)
+
+
+def _bad_match(rule: str, *texts: str, **changes: Any) -> Refused:
+    return _refused(_match, rule, *texts, **changes)
+
+
+def _bad_publisher(rule: str, *texts: str, **changes: Any) -> Refused:
+    return _refused(_publisher, rule, *texts, **changes)
 
 
 def _bad_score(rule: str, *texts: str, **changes: Any) -> Refused:
@@ -127,6 +152,35 @@ REFUSED: dict[str, list[Refused]] = {
         ),
     ],
     "ResidencyService.ListReporters": [_unknown(_list)],
+    "ResidencyService.MatchModel": [
+        Refused("unknown model", lambda s: _match(s, model_name="nobody"), "INSTANCE_NOT_EXIST", ("nobody",)),
+        Refused("other blocks", lambda s: _match(s, block_size=8), "INSTANCE_NOT_EXIST", ("block_size",)),
+        Refused("an adapter", lambda s: _match(s, lora_name="l"), "INSTANCE_NOT_EXIST", ("adapter",)),
+        Refused("an adapter's number", lambda s: _match(s, lora_id=0), "INSTANCE_NOT_EXIST", ("adapter",)),
+        Refused("another group", lambda s: _match(s, instance_group=s.group()), "INSTANCE_NOT_EXIST", ("group",)),
+        _bad_match("no model", "model_name", "required", model_name=""),
+        _bad_match("a negative size", "block_size is -1", "at least 0", block_size=-1),
+        _bad_match("too many blocks", "65537 blocks", "65536", token_ids=[1] * (4 * 65_537)),
+        _bad_match("too many hashes", "block_hashes has 65537", "65536", token_ids=[], block_hashes=[1] * 65_537),
+    ],
+    "ResidencyService.RegisterPublisher": [
+        Refused(
+            "unknown group",
+            lambda s: _publisher(s) | {"instance_group": "nobody"},
+            "INVALID_ARGUMENT",
+            ("'nobody' does not exist",),
+        ),
+        _bad_publisher("two groups", "publisher.instance_group is 'x'", "must be empty", instance_group="x"),
+        _bad_publisher("no engine", "publisher.engine is ''", "1 to 256", engine=""),
+        _bad_publisher("no model", "publisher.model_name is ''", "1 to 256", model_name=""),
+        _bad_publisher("no block size", "publisher.block_size is 0", "from 1", block_size=0),
+        _bad_publisher("a negative rank", "publisher.rank is -1", "from 0 to 65535", rank=-1),
+        _bad_publisher("a file", "publisher.endpoint is 'ipc:///x'", "tcp://host:port", endpoint="ipc:///x"),
+        _bad_publisher("no port", "publisher.replay_endpoint", "tcp://host:port", replay_endpoint="tcp://a"),
+        _bad_publisher("a profile", "hash_profile.strategy is ''", "vllm_v1", hash_profile={"algorithm": "sha256"}),
+    ],
+    "ResidencyService.DescribeIndex": [],
+    "ResidencyService.UnregisterPublisher": [_refused(_unregister, "no engine", "engine", "required", engine="")],
 }
 
 

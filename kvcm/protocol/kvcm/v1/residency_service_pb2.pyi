@@ -21,6 +21,13 @@ class ReporterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPORTER_COMPLETE: _ClassVar[ReporterState]
     REPORTER_PARTIAL: _ClassVar[ReporterState]
     REPORTER_QUIET: _ClassVar[ReporterState]
+
+class PublisherState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PUBLISHER_STATE_UNSPECIFIED: _ClassVar[PublisherState]
+    PUBLISHER_PENDING: _ClassVar[PublisherState]
+    PUBLISHER_ACTIVE: _ClassVar[PublisherState]
+    PUBLISHER_QUIET: _ClassVar[PublisherState]
 MEDIUM_UNSPECIFIED: Medium
 MEDIUM_GPU: Medium
 MEDIUM_HOST: Medium
@@ -29,6 +36,10 @@ REPORTER_STATE_UNSPECIFIED: ReporterState
 REPORTER_COMPLETE: ReporterState
 REPORTER_PARTIAL: ReporterState
 REPORTER_QUIET: ReporterState
+PUBLISHER_STATE_UNSPECIFIED: PublisherState
+PUBLISHER_PENDING: PublisherState
+PUBLISHER_ACTIVE: PublisherState
+PUBLISHER_QUIET: PublisherState
 
 class ResidencyChange(_message.Message):
     __slots__ = ("medium", "cleared", "removed_keys", "added_keys", "spec_name")
@@ -227,3 +238,189 @@ class ListReportersResponse(_message.Message):
     memory_bytes: int
     blocks: int
     def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., reporters: _Optional[_Iterable[_Union[Reporter, _Mapping]]] = ..., memory_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class MatchModelRequest(_message.Message):
+    __slots__ = ("trace_id", "model_name", "instance_group", "token_ids", "block_hashes", "block_size", "lora_name", "lora_id", "cache_salt", "engine")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    model_name: str
+    instance_group: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    block_hashes: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    lora_name: str
+    lora_id: int
+    cache_salt: str
+    engine: str
+    def __init__(self, trace_id: _Optional[str] = ..., model_name: _Optional[str] = ..., instance_group: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., block_hashes: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., lora_name: _Optional[str] = ..., lora_id: _Optional[int] = ..., cache_salt: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
+
+class RankMatch(_message.Message):
+    __slots__ = ("engine", "rank", "gpu_tokens", "host_tokens", "disk_tokens", "matched_tokens", "matched_gpu_tokens", "matched_host_tokens", "matched_disk_tokens", "storage_tokens", "block_size", "instance_id")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_GPU_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    rank: int
+    gpu_tokens: int
+    host_tokens: int
+    disk_tokens: int
+    matched_tokens: int
+    matched_gpu_tokens: int
+    matched_host_tokens: int
+    matched_disk_tokens: int
+    storage_tokens: int
+    block_size: int
+    instance_id: str
+    def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ..., gpu_tokens: _Optional[int] = ..., host_tokens: _Optional[int] = ..., disk_tokens: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., matched_gpu_tokens: _Optional[int] = ..., matched_host_tokens: _Optional[int] = ..., matched_disk_tokens: _Optional[int] = ..., storage_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class MatchModelResponse(_message.Message):
+    __slots__ = ("header", "ranks")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    header: _meta_service_pb2.CommonResponseHeader
+    ranks: _containers.RepeatedCompositeFieldContainer[RankMatch]
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankMatch, _Mapping]]] = ...) -> None: ...
+
+class HashProfile(_message.Message):
+    __slots__ = ("strategy", "algorithm", "python_hash_seed", "index_projection", "root_digest")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    PYTHON_HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    INDEX_PROJECTION_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    strategy: str
+    algorithm: str
+    python_hash_seed: str
+    index_projection: str
+    root_digest: str
+    def __init__(self, strategy: _Optional[str] = ..., algorithm: _Optional[str] = ..., python_hash_seed: _Optional[str] = ..., index_projection: _Optional[str] = ..., root_digest: _Optional[str] = ...) -> None: ...
+
+class Publisher(_message.Message):
+    __slots__ = ("engine", "rank", "instance_group", "model_name", "lora_name", "block_size", "endpoint", "replay_endpoint", "type", "hash_profile", "instance_id", "state", "problem")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    HASH_PROFILE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    rank: int
+    instance_group: str
+    model_name: str
+    lora_name: str
+    block_size: int
+    endpoint: str
+    replay_endpoint: str
+    type: str
+    hash_profile: HashProfile
+    instance_id: str
+    state: PublisherState
+    problem: str
+    def __init__(self, engine: _Optional[str] = ..., rank: _Optional[int] = ..., instance_group: _Optional[str] = ..., model_name: _Optional[str] = ..., lora_name: _Optional[str] = ..., block_size: _Optional[int] = ..., endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., type: _Optional[str] = ..., hash_profile: _Optional[_Union[HashProfile, _Mapping]] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[PublisherState, str]] = ..., problem: _Optional[str] = ...) -> None: ...
+
+class RegisterPublisherRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_group", "publisher")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHER_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_group: str
+    publisher: Publisher
+    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., publisher: _Optional[_Union[Publisher, _Mapping]] = ...) -> None: ...
+
+class RegisterPublisherResponse(_message.Message):
+    __slots__ = ("header", "publisher")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHER_FIELD_NUMBER: _ClassVar[int]
+    header: _meta_service_pb2.CommonResponseHeader
+    publisher: Publisher
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., publisher: _Optional[_Union[Publisher, _Mapping]] = ...) -> None: ...
+
+class UnregisterPublisherRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_group", "engine", "rank", "model_name")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_group: str
+    engine: str
+    rank: int
+    model_name: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., engine: _Optional[str] = ..., rank: _Optional[int] = ..., model_name: _Optional[str] = ...) -> None: ...
+
+class UnregisterPublisherResponse(_message.Message):
+    __slots__ = ("header", "publishers")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    header: _meta_service_pb2.CommonResponseHeader
+    publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ...) -> None: ...
+
+class DescribeIndexRequest(_message.Message):
+    __slots__ = ("trace_id", "instance_group", "model_name")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    trace_id: str
+    instance_group: str
+    model_name: str
+    def __init__(self, trace_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., model_name: _Optional[str] = ...) -> None: ...
+
+class IndexContext(_message.Message):
+    __slots__ = ("instance_id", "instance_group", "model_name", "lora_name", "block_size", "blocks", "key_scheme", "reporters")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    MODEL_NAME_FIELD_NUMBER: _ClassVar[int]
+    LORA_NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCHEME_FIELD_NUMBER: _ClassVar[int]
+    REPORTERS_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    instance_group: str
+    model_name: str
+    lora_name: str
+    block_size: int
+    blocks: int
+    key_scheme: KeyScheme
+    reporters: _containers.RepeatedCompositeFieldContainer[Reporter]
+    def __init__(self, instance_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., model_name: _Optional[str] = ..., lora_name: _Optional[str] = ..., block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., key_scheme: _Optional[_Union[KeyScheme, _Mapping]] = ..., reporters: _Optional[_Iterable[_Union[Reporter, _Mapping]]] = ...) -> None: ...
+
+class DescribeIndexResponse(_message.Message):
+    __slots__ = ("header", "publishers", "contexts", "run_id")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    header: _meta_service_pb2.CommonResponseHeader
+    publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
+    contexts: _containers.RepeatedCompositeFieldContainer[IndexContext]
+    run_id: str
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[IndexContext, _Mapping]]] = ..., run_id: _Optional[str] = ...) -> None: ...

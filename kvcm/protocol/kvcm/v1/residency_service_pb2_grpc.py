@@ -52,6 +52,26 @@ class ResidencyServiceStub:
                 request_serializer=kvcm_dot_v1_dot_residency__service__pb2.ListReportersRequest.SerializeToString,
                 response_deserializer=kvcm_dot_v1_dot_residency__service__pb2.ListReportersResponse.FromString,
                 _registered_method=True)
+        self.MatchModel = channel.unary_unary(
+                '/kvcm.v1.ResidencyService/MatchModel',
+                request_serializer=kvcm_dot_v1_dot_residency__service__pb2.MatchModelRequest.SerializeToString,
+                response_deserializer=kvcm_dot_v1_dot_residency__service__pb2.MatchModelResponse.FromString,
+                _registered_method=True)
+        self.RegisterPublisher = channel.unary_unary(
+                '/kvcm.v1.ResidencyService/RegisterPublisher',
+                request_serializer=kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherRequest.SerializeToString,
+                response_deserializer=kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherResponse.FromString,
+                _registered_method=True)
+        self.UnregisterPublisher = channel.unary_unary(
+                '/kvcm.v1.ResidencyService/UnregisterPublisher',
+                request_serializer=kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherRequest.SerializeToString,
+                response_deserializer=kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherResponse.FromString,
+                _registered_method=True)
+        self.DescribeIndex = channel.unary_unary(
+                '/kvcm.v1.ResidencyService/DescribeIndex',
+                request_serializer=kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexRequest.SerializeToString,
+                response_deserializer=kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexResponse.FromString,
+                _registered_method=True)
 
 
 class ResidencyServiceServicer:
@@ -81,6 +101,35 @@ class ResidencyServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchModel(self, request, context):
+        """Returns how much of a prompt every engine of a model holds, over all instances of the model that the caller may
+        score. The HTTP index API (POST /query) is made of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegisterPublisher(self, request, context):
+        """Registers a publisher of KV events for subscribers to follow. The manager itself connects to none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnregisterPublisher(self, request, context):
+        """Removes registrations of publishers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeIndex(self, request, context):
+        """Describes the index: registered publishers, and instances with the engines that report.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ResidencyServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +147,26 @@ def add_ResidencyServiceServicer_to_server(servicer, server):
                     servicer.ListReporters,
                     request_deserializer=kvcm_dot_v1_dot_residency__service__pb2.ListReportersRequest.FromString,
                     response_serializer=kvcm_dot_v1_dot_residency__service__pb2.ListReportersResponse.SerializeToString,
+            ),
+            'MatchModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchModel,
+                    request_deserializer=kvcm_dot_v1_dot_residency__service__pb2.MatchModelRequest.FromString,
+                    response_serializer=kvcm_dot_v1_dot_residency__service__pb2.MatchModelResponse.SerializeToString,
+            ),
+            'RegisterPublisher': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegisterPublisher,
+                    request_deserializer=kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherRequest.FromString,
+                    response_serializer=kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherResponse.SerializeToString,
+            ),
+            'UnregisterPublisher': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnregisterPublisher,
+                    request_deserializer=kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherRequest.FromString,
+                    response_serializer=kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherResponse.SerializeToString,
+            ),
+            'DescribeIndex': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeIndex,
+                    request_deserializer=kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexRequest.FromString,
+                    response_serializer=kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -184,6 +253,114 @@ class ResidencyService:
             '/kvcm.v1.ResidencyService/ListReporters',
             kvcm_dot_v1_dot_residency__service__pb2.ListReportersRequest.SerializeToString,
             kvcm_dot_v1_dot_residency__service__pb2.ListReportersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MatchModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.ResidencyService/MatchModel',
+            kvcm_dot_v1_dot_residency__service__pb2.MatchModelRequest.SerializeToString,
+            kvcm_dot_v1_dot_residency__service__pb2.MatchModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegisterPublisher(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.ResidencyService/RegisterPublisher',
+            kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherRequest.SerializeToString,
+            kvcm_dot_v1_dot_residency__service__pb2.RegisterPublisherResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnregisterPublisher(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.ResidencyService/UnregisterPublisher',
+            kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherRequest.SerializeToString,
+            kvcm_dot_v1_dot_residency__service__pb2.UnregisterPublisherResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcm.v1.ResidencyService/DescribeIndex',
+            kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexRequest.SerializeToString,
+            kvcm_dot_v1_dot_residency__service__pb2.DescribeIndexResponse.FromString,
             options,
             channel_credentials,
             insecure,
