@@ -26,6 +26,7 @@ from kvcm.protocol.kvcm.v1 import residency_service_pb2 as residency
 from kvcm.protocol.kvcm.v1 import unread_pb2 as unread
 
 __all__ = [
+    "DESCRIBE_INDEX",
     "FINISH_WRITE",
     "GET_CLUSTER_INFO",
     "LIST_PINS",
@@ -34,6 +35,7 @@ __all__ = [
     "MATCH_UNREAD",
     "PIN_PREFIX",
     "REGISTER_INSTANCE",
+    "REGISTER_PUBLISHER",
     "RELEASE_READ_LEASE",
     "REMOVE",
     "RENEW_WRITE_SESSION",
@@ -116,6 +118,11 @@ REPORT_POOL = Call("report_pool", f"/{_POOL}/ReportPool", pools.ReportPoolRespon
 # Its sender repeats it by itself: an answer of another manager than the one that was asked means nothing.
 REPORT_RESIDENCY = Call(
     "report_residency", f"/{_RESIDENCY}/ReportResidency", residency.ReportResidencyResponse.FromString
+)
+
+DESCRIBE_INDEX = Call("describe_index", f"/{_RESIDENCY}/DescribeIndex", residency.DescribeIndexResponse.FromString)
+REGISTER_PUBLISHER = Call(
+    "register_publisher", f"/{_RESIDENCY}/RegisterPublisher", residency.RegisterPublisherResponse.FromString
 )
 
 # ---- retries, timeouts and the circuit breaker: the same for both clients, without any I/O ----

@@ -22,6 +22,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +32,11 @@ from kvcm.connectors.reuse.options import parse_options
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.key_schemes import ALGORITHMS, SGLANG_SHA256, VLLM_SHA256
 
-__all__ = ["EngineOptions", "SubscriberOptions", "parse_arguments"]
+__all__ = ["AllowedHosts", "EngineOptions", "SubscriberOptions", "parse_arguments"]
 
 _ENGINES: Final = ("vllm", "sglang")
 _GROUP: Final = re.compile(r"([0-9]{1,3})=([A-Za-z0-9_.-]{1,128})")
+_HOST: Final = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
 _MOST_KEYS: Final = 8192  # that a manager takes in one report
 _MAX_RANKS: Final = 1024
 
@@ -148,6 +150,9 @@ class SubscriberOptions:
         batch_ms: how long fewer changes wait for more.
         snapshot_keys: blocks of one part of a snapshot.
         most_pending: changes that are kept for a manager that does not answer.
+        registrations: whether the publishers are read, too, that clients registered at the managers.
+        registration_hosts: the hosts that these may name: names, addresses and networks, separated by commas; "" for
+            any.
         credentials: for authentication and TLS.
 
     Raises:
@@ -161,14 +166,19 @@ class SubscriberOptions:
     batch_ms: int = 50
     snapshot_keys: int = 8192
     most_pending: int = 262_144
+    registrations: bool = False
+    registration_hosts: str = ""
     credentials: ClientCredentials = field(default_factory=ClientCredentials)
 
     def __post_init__(self) -> None:
         if not self.managers:
             raise InvalidArgumentError("option 'manager' is missing: host:port of each manager")
         parse_addresses(self.managers)
-        if not self.engines:
-            raise InvalidArgumentError("there is no engine: give its options, or a file with a table [[engine]]")
+        if not self.engines and not self.registrations:
+            raise InvalidArgumentError(
+                "there is no engine: give its options, a file with a table [[engine]], or 'registrations'"
+            )
+        _ = self.allowed_hosts
         names = [(each.instance_id, each.engine_address) for each in self.engines]
         if len(set(names)) < len(names):
             raise InvalidArgumentError("two engines have the same engine_address and instance_id")
@@ -177,6 +187,46 @@ class SubscriberOptions:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be 1 to {most}")
         if not 0 <= self.batch_ms <= 60_000:
             raise InvalidArgumentError(f"option 'batch_ms' is {self.batch_ms}, must be 0 to 60000")
+
+    @property
+    def allowed_hosts(self) -> AllowedHosts:
+        """The hosts that registrations may name."""
+        return AllowedHosts(self.registration_hosts)
+
+
+class AllowedHosts:
+    """Hosts that may be connected to because a client named them.
+
+    Args:
+        text: names, addresses and networks (`10.0.0.0/8`), separated by commas; "" for any.
+
+    Raises:
+        InvalidArgumentError: an entry is none of these.
+    """
+
+    def __init__(self, text: str) -> None:
+        entries = [each.strip().lower() for each in text.split(",") if each.strip()]
+        self._is_any = not entries
+        self._names = {each for each in entries if _HOST.fullmatch(each)}
+        self._networks = []
+        for each in entries:
+            try:
+                self._networks.append(ip_network(each))
+            except ValueError:
+                if each not in self._names or "/" in each:
+                    raise InvalidArgumentError(
+                        f"option 'registration_hosts' holds {each!r}, must be a host, an address or a network"
+                    ) from None
+
+    def allows(self, host: str) -> bool:
+        """Return whether a host is one of them. A name is compared as it is: it is not resolved."""
+        if self._is_any or host.lower() in self._names:
+            return True
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return False
+        return any(address in network for network in self._networks)
 
 
 _HELP: Final[Mapping[str, str]] = {
@@ -204,9 +254,14 @@ _HELP: Final[Mapping[str, str]] = {
     "batch_ms": "how long fewer changes wait for more, default 50",
     "snapshot_keys": "blocks of one part of a snapshot, default 8192",
     "most_pending": "changes that are kept for a manager that does not answer, default 262144",
+    "registrations": "read the publishers, too, that clients registered at the managers (POST /register)",
+    "registration_hosts": "hosts that these may name: names, addresses, networks, separated by commas; default: any",
 }
 _TYPES: Final[Mapping[str, type]] = {"int": int, "float": float, "str": str}
-_OWN: Final = ("listen", "batch_keys", "batch_ms", "snapshot_keys", "most_pending")
+_OWN: Final = (
+    *("listen", "batch_keys", "batch_ms", "snapshot_keys", "most_pending"),
+    *("registrations", "registration_hosts"),
+)
 
 
 def parse_arguments(arguments: Sequence[str]) -> SubscriberOptions:
@@ -276,6 +331,8 @@ class _ProcessOptions:
     batch_ms: int = 50
     snapshot_keys: int = 8192
     most_pending: int = 262_144
+    registrations: bool = False
+    registration_hosts: str = ""
 
 
 def _file(path: Path) -> dict[str, Any]:

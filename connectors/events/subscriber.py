@@ -28,6 +28,7 @@ from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints, ra
 from kvcm.connectors.events.health import HealthServer, Metric, Sample
 from kvcm.connectors.events.options import EngineOptions, SubscriberOptions, parse_arguments
 from kvcm.connectors.events.packages import require_packages, zmq
+from kvcm.connectors.events.registrations import IndexClient, RegisteredRank, RegistrationFollower
 from kvcm.connectors.events.reporter import Reporter, ReporterIdentity, ReporterSettings, run_reporter
 from kvcm.connectors.events.stream import EventStream, StreamSettings
 from kvcm.model.errors import InvalidArgumentError, UnsupportedError
@@ -321,15 +322,30 @@ def rank_plans(engine: EngineOptions, options: SubscriberOptions, login: Credent
                 engine.engine, scheme, engine.group_specs, engine.counts_copies and engine.engine == "vllm"
             ),
             StreamSettings(bool(endpoints.replay_endpoint), engine.replay_seconds, engine.engine_seconds),
-            ReporterSettings(
-                batch_keys=options.batch_keys,
-                batch_seconds=options.batch_ms / 1000,
-                snapshot_keys=options.snapshot_keys,
-                most_pending=options.most_pending,
-            ),
+            _reporter_settings(options),
         )
         for rank, endpoints in sorted(ranks.items())
     ]
+
+
+def registered_plan(rank: RegisteredRank, options: SubscriberOptions) -> RankPlan:
+    """Return the plan of a rank that a client registered."""
+    return RankPlan(
+        ReporterIdentity(rank.instance_id, rank.name, rank.rank, rank.scheme),
+        rank.endpoints,
+        MappingSettings(rank.engine, rank.scheme, {}, rank.engine == "vllm"),
+        StreamSettings(bool(rank.endpoints.replay_endpoint)),
+        _reporter_settings(options),
+    )
+
+
+def _reporter_settings(options: SubscriberOptions) -> ReporterSettings:
+    return ReporterSettings(
+        batch_keys=options.batch_keys,
+        batch_seconds=options.batch_ms / 1000,
+        snapshot_keys=options.snapshot_keys,
+        most_pending=options.most_pending,
+    )
 
 
 def _configured_ranks(engine: EngineOptions) -> dict[int, RankEndpoints]:
@@ -400,22 +416,48 @@ class Subscriber:
         login = CredentialFiles(options.credentials)
         self.health = HealthServer(options.listen, self.metrics, self.troubles)
         self.engines = tuple([EngineSubscriber(engine, options, login) for engine in options.engines])
+        self._stop = threading.Event()
+        self.registrations = self._follow(options, login) if options.registrations else None
+
+    def _follow(self, options: SubscriberOptions, login: CredentialFiles) -> RegistrationFollower[RankSubscriber]:
+        def open_rank(rank: RegisteredRank) -> RankSubscriber:
+            senders = [ReportSender(address, login) for address in options.managers]
+            return RankSubscriber(registered_plan(rank, options), senders)
+
+        follower = RegistrationFollower(
+            [IndexClient(address, login) for address in options.managers],
+            options.allowed_hosts,
+            open_rank,
+            {(each.instance_id, each.engine_address) for each in options.engines},
+        )
+        name = "kvcm-registrations"
+        self._following = threading.Thread(target=follower.run, args=(self._stop,), name=name, daemon=True)
+        self._following.start()
+        return follower
+
+    def _ranks(self) -> list[RankSubscriber]:
+        registered = [] if self.registrations is None else self.registrations.readers
+        return [*(rank for engine in self.engines for rank in engine.ranks), *registered]
 
     def metrics(self) -> list[Metric]:
         """Return all metrics."""
         found: dict[str, list[Sample]] = {name: [] for name in _METRICS}
-        for engine in self.engines:
-            for rank in engine.ranks:
-                for name, sample in rank.samples():
-                    found[name].append(sample)
+        for rank in self._ranks():
+            for name, sample in rank.samples():
+                found[name].append(sample)
         return [Metric(name, _METRICS[name], samples) for name, samples in found.items()]
 
     def troubles(self) -> list[str]:
         """Return why blocks of an engine may not be known to managers."""
-        return [trouble for engine in self.engines for trouble in engine.troubles()]
+        found = [trouble for engine in self.engines for trouble in engine.troubles()]
+        # A registered engine that is away is the matter of the client that registered it.
+        return found if self.registrations is None else found + self.registrations.troubles()
 
     def close(self) -> None:
         """End everything."""
+        self._stop.set()
+        if self.registrations is not None:
+            self._following.join(2 * _JOIN_SECONDS)
         threads = [threading.Thread(target=engine.close) for engine in self.engines]
         for thread in threads:
             thread.start()
