@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -115,7 +116,7 @@ class IndexApi:
                 f"{_MOST_INSTANCES} are matched at a time: give instance_group, or the id of an instance"
             )
         message = pb.MatchModelResponse()
-        known: dict[KeyScheme | None, Keys] = {}
+        known: dict[KeyScheme, Keys] = {}
         for instance in instances:
             residency = self._residency.view(instance)
             keys = await self._keys(request, residency, known)
@@ -154,27 +155,21 @@ class IndexApi:
             ):
                 yield instance
 
-    async def _keys(self, request: Any, residency: InstanceResidency, known: dict[KeyScheme | None, Keys]) -> Keys:
+    async def _keys(self, request: Any, residency: InstanceResidency, known: dict[KeyScheme, Keys]) -> Keys:
         """Return the mixed keys of a prompt, none where they cannot be known: that matches nothing."""
         scheme = _scheme_of(residency)
-        if scheme is None and request.token_ids:
+        if not request.token_ids:
+            # Hashes cover a salt already, but whether these do is not known.
+            return _NO_KEYS if request.cache_salt else _keys_of_hashes(request.block_hashes, scheme)
+        if scheme is None or (request.cache_salt and scheme.algorithm == KVCM):
             return _NO_KEYS
-        if scheme not in known:
-            known[scheme] = await self._new_keys(request, scheme)
-        return known[scheme]
-
-    async def _new_keys(self, request: Any, scheme: KeyScheme | None) -> Keys:
-        if request.token_ids:
-            assert scheme is not None
-            if request.cache_salt and scheme.algorithm == KVCM:
-                return _NO_KEYS
+        plain = replace(scheme, mask=0)  # instances of one model differ in their masks, and hashing takes long
+        if plain not in known:
             try:
-                return await keys_of_tokens("MatchModel", request, scheme, self._limits.max_keys)
+                known[plain] = await keys_of_tokens("MatchModel", request, plain, self._limits.max_keys)
             except UnsupportedError:
-                return _NO_KEYS
-        if request.cache_salt:
-            return _NO_KEYS  # hashes cover the salt already, but whether these do is not known
-        return _keys_of_hashes(request.block_hashes, scheme)
+                known[plain] = _NO_KEYS
+        return mixed_array(known[plain] ^ scheme.mask)
 
     async def _match(self, message: Any, keys: Keys, residency: InstanceResidency, only: str) -> None:
         engines = [each for each in residency.engines() if only in {"", each.address}]

@@ -308,11 +308,11 @@ async def _keys_of(request: Any, residency: InstanceResidency, most_keys: int) -
                 "reporter has named a key_scheme: give block_keys"
             )
         scheme = KeyScheme(KVCM, b"", 0, instance.block_size)
-    return await keys_of_tokens("Score", request, scheme, most_keys)
+    return mixed_array(await keys_of_tokens("Score", request, scheme, most_keys))
 
 
 async def keys_of_tokens(call: str, request: Any, scheme: KeyScheme, most_keys: int) -> NDArray[np.int64]:
-    """Return the mixed keys of a request's `token_ids` with its `cache_salt`.
+    """Return the keys of a request's `token_ids` with its `cache_salt`.
 
     Args:
         call: its name, for errors.
@@ -331,8 +331,10 @@ async def keys_of_tokens(call: str, request: Any, scheme: KeyScheme, most_keys: 
             f"{call}.token_ids has {len(tokens)} tokens, which are {blocks} blocks, at most {most_keys} are allowed"
         )
     if len(tokens) <= _TOKENS_ON_LOOP and blocks <= _BLOCKS_ON_LOOP:
-        return mixed_array(block_keys(scheme, tokens, request.cache_salt))
-    return mixed_array(await asyncio.to_thread(block_keys, scheme, tokens, request.cache_salt))
+        keys = block_keys(scheme, tokens, request.cache_salt)
+    else:
+        keys = await asyncio.to_thread(block_keys, scheme, tokens, request.cache_salt)
+    return np.array(keys, np.int64)
 
 
 def _keys_of_events(hashes: Sequence[int], scheme: KeyScheme | None) -> NDArray[np.int64]:

@@ -215,13 +215,13 @@ def test_an_adapter_is_that_of_the_registration(api: Api, index: Index) -> None:
     assert index.post("/query", **query, lora_name="sql")[1] == {"instances": {"e:1": ENTRY}}
 
 
-def engine_of(api: Api, scheme: KeyScheme, keys: Sequence[int]) -> str:
+def engine_of(api: Api, scheme: KeyScheme, keys: Sequence[int], model: str = "", engine: str = "e:1") -> str:
     """Register a model and report blocks of an engine's scheme; return the model."""
-    model = unique("model")
+    model = model or unique("model")
     instance = Site(api).instance(block_size=4, model_deployment=deployment(model))
     sent = {"algorithm": scheme.algorithm, "root": scheme.root, "mask": scheme.mask, "block_tokens": 4}
     changes = [{"medium": GPU, "added_keys": packed(keys)}]
-    api.ok("ResidencyService.ReportResidency", **report(instance, "e:1", changes=changes, key_scheme=sent))
+    api.ok("ResidencyService.ReportResidency", **report(instance, engine, changes=changes, key_scheme=sent))
     return model
 
 
@@ -245,6 +245,26 @@ def test_blocks_of_vllm_match_by_tokens_and_salt(api: Api, index: Index) -> None
     assert matched_of(index, model=model, token_ids=tokens, cache_salt="t") == 0
     assert matched_of(index, "/query_by_hash", model=model, seq_hashes=ends) == 0, "no bits join them (wire_later 5.3)"
     assert matched_of(index, "/query_by_hash", model=model, seq_hashes=block_keys(scheme, tokens)) == 8
+
+
+def test_instances_of_one_model_with_keys_of_their_own_are_matched_each(api: Api, index: Index) -> None:
+    tokens, root = list(range(1, 13)), vllm_root(VLLM_SHA256_CBOR, "0")
+    schemes = [
+        KeyScheme(VLLM_SHA256_CBOR, root, 0, 4),
+        KeyScheme(VLLM_SHA256_CBOR, root, -(2**63), 4),
+        KeyScheme(VLLM_SHA256_CBOR, vllm_root(VLLM_SHA256_CBOR, "1"), 5, 4),
+        KeyScheme(SGLANG_SHA256, b"", 2**63 - 1, 4),
+    ]
+    model = unique("model")
+    for number, scheme in enumerate(schemes):
+        engine_of(api, scheme, block_keys(scheme, tokens)[: number % 3 + 1], model, f"e:{number}")
+    _, found = index.post("/query", model=model, token_ids=tokens, block_size=4)
+    assert {engine: entry["gpu"] for engine, entry in found["instances"].items()} == {
+        "e:0": 4,
+        "e:1": 8,
+        "e:2": 12,
+        "e:3": 4,
+    }
 
 
 def test_blocks_of_sglang_match_by_the_hashes_of_its_events(api: Api, index: Index) -> None:
