@@ -296,6 +296,14 @@ acceptance-connectors: setup redis fuse engines
 	$(BIN)/python benchmarks/conversation_plot.py
 	$(BIN)/python benchmarks/readme.py
 
+# What lies in engines' own memory: the index, events of storages under failovers, routing of real engines.
+acceptance-residency: setup redis engines
+	KVCM_TESTS=thorough $(BIN)/python -m pytest -m 'not engines' tests/residency tests/service/test_storage_events.py tests/connectors/events
+	$(BIN)/python benchmarks/residency.py --json benchmarks/results/residency.json
+	$(BIN)/python benchmarks/routing.py --json benchmarks/results/routing.json
+	$(BIN)/python benchmarks/routing_plot.py
+	$(BIN)/python benchmarks/readme.py
+
 # The optimizer against another simulator, on the published traces (KVCM_TRACES says where they are); predictions for
 # a running manager, and proposals to it, against its later figures. Seven minutes on two idle cores.
 acceptance-optimizer: setup
