@@ -8,7 +8,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Tests start hundreds of processes, and each would compile everything that it imports, asserts of tests included.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines engine-packages clean
+.PHONY: setup run package test demo check lint types imports figures structure quick unit ci-tests thorough proto smoke acceptance-manager acceptance-index acceptance-capacity acceptance-transfer acceptance-service acceptance-connectors acceptance-residency acceptance-gpu acceptance-quality acceptance-optimizer acceptance-valkey acceptance-deploy gameday acceptance-gameday engines engine-packages clean
 
 setup: $(VENV)/.dev
 
