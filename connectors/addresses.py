@@ -26,7 +26,7 @@ from ipaddress import ip_address
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import meta_service_pb2 as meta
 
-__all__ = ["Addresses", "AnnouncedManager", "parse_addresses"]
+__all__ = ["Addresses", "AnnouncedManager", "parse_addresses", "verified_name"]
 
 _log = logging.getLogger(__name__)
 _FIRST_AVOIDANCE_SECONDS, _LONGEST_AVOIDANCE_SECONDS = 5.0, 300.0
@@ -134,10 +134,7 @@ class Addresses:
         An announced manager's certificate rarely has the ip address of a pod. It must then have the name that the
         client was given, as if that name had led to the pod by itself.
         """
-        if address in self._given or not _is_ip(_host_of(address)):
-            return ""
-        given = _host_of(self._given[0])
-        return "" if _is_ip(given) else given
+        return "" if address in self._given else verified_name(address, self._given[0])
 
     def on_answer(self, address: str) -> None:
         """Record that a call was answered there."""
@@ -224,6 +221,17 @@ class Addresses:
         given = (*self._given[at:], *self._given[:at])
         first = () if self._assigned is None else (self._assigned.address,)
         self.order = tuple(dict.fromkeys((*first, *given)))
+
+
+def verified_name(address: str, given: str) -> str:
+    """Return the name that the certificate of an announced address must have, "" for that of the address.
+
+    Args:
+        address: `host:port` that a manager announced.
+        given: `host:port` that the client was given.
+    """
+    host = _host_of(given)
+    return host if _is_ip(_host_of(address)) and not _is_ip(host) else ""
 
 
 def _host_of(address: str) -> str:

@@ -72,14 +72,23 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 
 def _channel_options(login: CredentialFiles, addresses: Addresses, address: str) -> list[tuple[str, Any]]:
     """Return the options of a channel to an address."""
-    name = addresses.verified_name(address)
     # The last one of a name counts: a name that the user gave.
-    return [*_CHANNEL_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else []), *login.options]
+    return [*_CHANNEL_OPTIONS, *_name_option(addresses.verified_name(address)), *login.options]
 
 
-def open_channel(address: str, login: CredentialFiles) -> grpc.Channel:
-    """Return a channel for threads to one manager, for callers that do without the policy of the clients."""
-    return _open_channel(address, [*_CHANNEL_OPTIONS, *login.options], login.presented)
+def _name_option(name: str) -> list[tuple[str, Any]]:
+    return [("grpc.ssl_target_name_override", name)] if name else []
+
+
+def open_channel(address: str, login: CredentialFiles, name: str = "") -> grpc.Channel:
+    """Return a channel for threads to one manager, for callers that do without the policy of the clients.
+
+    Args:
+        address: `host:port` of it.
+        login: credentials.
+        name: that its certificate must have; "" for that of the address. A name that the user gave wins.
+    """
+    return _open_channel(address, [*_CHANNEL_OPTIONS, *_name_option(name), *login.options], login.presented)
 
 
 def _open_channel(address: str, options: list[tuple[str, Any]], shown: PresentedCredentials) -> grpc.Channel:

@@ -195,7 +195,7 @@ class EngineSource:
                 logging.WARNING if is_gone else logging.INFO,
                 "the engine at %s is %s",
                 self._endpoints.endpoint,
-                "gone: its blocks are not reported" if is_gone else "back",
+                "not connected: its blocks are not reported" if is_gone else "connected",
             )
             self._on_engine(not is_gone)
 

@@ -1,7 +1,8 @@
-"""Health and metrics of the subscriber over HTTP: `GET /health` and `GET /metrics`, on the loopback unless configured.
+"""Health and metrics of the subscriber over HTTP: `GET /health`, `/livez` and `/metrics`, on the loopback by default.
 
 `/health` answers 200 while every engine is connected and every manager answers reports, and 503 with the reasons
-otherwise.
+otherwise. `/livez` is for supervisors: 503 only where a restart of the process would help, and never because an engine
+or a manager is away.
 """
 
 from __future__ import annotations
@@ -53,17 +54,26 @@ class HealthServer:
         listen: `host:port`; port 0 for any.
         metrics: returns all metrics.
         troubles: returns why the process does not do its work, nothing when it does.
+        faults: returns those of its own that a restart would mend.
 
     Raises:
         OSError: the address cannot be used.
     """
 
     def __init__(
-        self, listen: str, metrics: Callable[[], Iterable[Metric]], troubles: Callable[[], Sequence[str]]
+        self,
+        listen: str,
+        metrics: Callable[[], Iterable[Metric]],
+        troubles: Callable[[], Sequence[str]],
+        faults: Callable[[], Sequence[str]],
     ) -> None:
         host, _, port = listen.rpartition(":")
-        handler = _handler({"/metrics": lambda: (200, _text(metrics())), "/health": lambda: _health(troubles())})
-        self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), handler)
+        pages = {
+            "/metrics": lambda: (200, _text(metrics())),
+            "/health": lambda: _health(troubles()),
+            "/livez": lambda: _health(faults()),
+        }
+        self._server = ThreadingHTTPServer((host.strip("[]"), int(port)), _handler(pages))
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, name="kvcm-health", daemon=True).start()
 

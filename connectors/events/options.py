@@ -67,6 +67,7 @@ class EngineOptions:
             `kv_cache_report_mode` to `full`.
         replay_seconds: for a replay that says nothing.
         engine_seconds: for an engine whose connection broke; then its blocks count as gone.
+        discovery_seconds: between two questions at `engine_url`; one that is not connected is asked more often.
 
     Raises:
         InvalidArgumentError: a value is not allowed; names it.
@@ -92,6 +93,7 @@ class EngineOptions:
     counts_copies: bool = True
     replay_seconds: float = 10.0
     engine_seconds: float = 5.0
+    discovery_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         if self.engine not in _ENGINES:
@@ -109,7 +111,7 @@ class EngineOptions:
             raise InvalidArgumentError(
                 "option 'admin' belongs to 'weights' or 'model_directory': one of them is missing"
             )
-        for name in ("replay_seconds", "engine_seconds"):
+        for name in ("replay_seconds", "engine_seconds", "discovery_seconds"):
             if getattr(self, name) <= 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be > 0")
         if self.block_tokens < 0:
@@ -153,6 +155,7 @@ class SubscriberOptions:
         registrations: whether the publishers are read, too, that clients registered at the managers.
         registration_hosts: the hosts that these may name: names, addresses and networks, separated by commas; "" for
             any.
+        follow_managers: whether further managers that answers name get reports, too.
         credentials: for authentication and TLS.
 
     Raises:
@@ -168,6 +171,7 @@ class SubscriberOptions:
     most_pending: int = 262_144
     registrations: bool = False
     registration_hosts: str = ""
+    follow_managers: bool = True
     credentials: ClientCredentials = field(default_factory=ClientCredentials)
 
     def __post_init__(self) -> None:
@@ -249,6 +253,7 @@ _HELP: Final[Mapping[str, str]] = {
     "groups": "parts of a block by group of layers: 0=full,1=window",
     "replay_seconds": "for a replay that says nothing, default 10",
     "engine_seconds": "for an engine whose connection broke, default 5",
+    "discovery_seconds": "between two questions at --engine-url where its ranks publish, default 30",
     "listen": "host:port of health and metrics, default 127.0.0.1:9466",
     "batch_keys": "changes that are sent at once, default 4096",
     "batch_ms": "how long fewer changes wait for more, default 50",
@@ -260,7 +265,7 @@ _HELP: Final[Mapping[str, str]] = {
 _TYPES: Final[Mapping[str, type]] = {"int": int, "float": float, "str": str}
 _OWN: Final = (
     *("listen", "batch_keys", "batch_ms", "snapshot_keys", "most_pending"),
-    *("registrations", "registration_hosts"),
+    *("registrations", "registration_hosts", "follow_managers"),
 )
 
 
@@ -284,6 +289,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", type=Path, help="TOML file: the options below, and tables [[engine]]")
     parser.add_argument("--manager", action="append", default=[], help="host:port; repeat it for each manager")
+    parser.add_argument(
+        "--follow-managers",
+        action=argparse.BooleanOptionalAction,
+        help="report to further managers that answers name, as soon as they answer there; the default",
+    )
     kinds = {each.name: str(each.type) for kind in (EngineOptions, SubscriberOptions) for each in fields(kind)}
     for name, about in _HELP.items():
         flag = f"--{name.replace('_', '-')}"
@@ -333,6 +343,7 @@ class _ProcessOptions:
     most_pending: int = 262_144
     registrations: bool = False
     registration_hosts: str = ""
+    follow_managers: bool = True
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ one counts; so the order between a change and a part of a snapshot does not matt
 3. There are at most `most_pending` pending changes. With more of them (the manager is away) they are dropped, and a
    snapshot follows.
 4. When it is not known which blocks an engine holds, a new stream begins: no block of the old one is left over.
+5. Within a heartbeat's time there is a report without changes, however many changes there are: its answer says which
+   manager it is, and names the others. After a failure it is the next one, since another manager may have the address.
 
 A stream whose first blocks are not known reports a snapshot all the same. It leaves out what it does not know: the
 manager then takes the engine to hold less than it does, and never more.
@@ -16,6 +18,7 @@ manager then takes the engine to hold less than it does, and never more.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -182,7 +185,7 @@ class Reporter:
         self._pending_since = 0.0
         self._in_flight: pb.ReportResidencyRequest | None = None
         self._heartbeat_seconds = _FIRST_TIMEOUT_SECONDS / _HEARTBEATS
-        self._sent_at = clock()
+        self._asked_at = clock()  # by a report without changes
         self._retry_at = 0.0
         self._pause_seconds = settings.retry_seconds
         self._is_stopping = self._is_stopped = False
@@ -199,6 +202,11 @@ class Reporter:
     def pending(self) -> int:
         """Number of changes that are not sent yet."""
         return self._pending.count
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the manager knows that the engine is gone, so that nothing is reported."""
+        return self._is_stopped
 
     @property
     def is_settled(self) -> bool:
@@ -238,7 +246,7 @@ class Reporter:
             return max(0.0, self._retry_at - now)
         if self._is_stopped:
             return self._heartbeat_seconds
-        due = [self._sent_at + self._heartbeat_seconds]
+        due = [self._asked_at + self._heartbeat_seconds]
         if self._is_stopping or self._parts is not None or self._pending.count >= self._settings.batch_keys:
             due.append(now)
         if self._needs_snapshot:
@@ -253,7 +261,8 @@ class Reporter:
             return None
         if self._in_flight is None:
             self._in_flight = self._make_report()
-        self._sent_at = self._clock()
+        if not self._in_flight.changes:
+            self._asked_at = self._clock()
         return self._in_flight
 
     def on_answer(self, request: pb.ReportResidencyRequest, answer: pb.ReportResidencyResponse) -> None:
@@ -285,6 +294,7 @@ class Reporter:
             return
         self.counters.failures += 1
         self.error = reason
+        self._asked_at = -math.inf
         self._retry_at = self._clock() + self._pause_seconds
         self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
 
@@ -299,6 +309,7 @@ class Reporter:
         self._parts = None
         self._next_snapshot_at = 0.0
         self._takes_part = True
+        self._asked_at = -math.inf
 
     def _make_report(self) -> pb.ReportResidencyRequest:
         identity = self._identity
@@ -315,7 +326,7 @@ class Reporter:
             report.stopped = True
         elif self._takes_part_now():
             self._add_part(report)
-        else:
+        elif self._clock() < self._asked_at + self._heartbeat_seconds:
             report.changes.extend(self._pending.take(self._settings.batch_keys))
             self._pending_since = self._clock()
         if self._sequence == 1 or report.snapshot.first:  # a manager that asks for a snapshot may have forgotten it
@@ -383,7 +394,13 @@ Send = Callable[[pb.ReportResidencyRequest], "pb.ReportResidencyResponse | str"]
 
 
 def run_reporter(
-    reporter: Reporter, changed: threading.Condition, send: Send, stop: threading.Event, most_seconds: float = 1.0
+    reporter: Reporter,
+    changed: threading.Condition,
+    send: Send,
+    stop: threading.Event,
+    *,
+    says_stopped: Callable[[], bool] = lambda: True,
+    most_seconds: float = 1.0,
 ) -> None:
     """Send reports until `stop` is set, and then that the engine stopped.
 
@@ -392,12 +409,15 @@ def run_reporter(
         changed: its lock, notified when there may be something to send.
         send: sends, without the lock.
         stop: ends it.
+        says_stopped: whether there is a last report.
         most_seconds: between two checks of `stop`.
     """
     while not stop.is_set():
         if not _send_next(reporter, changed, send):
             with changed:
                 changed.wait(min(most_seconds, reporter.seconds_to_next()))
+    if not says_stopped():
+        return
     with changed:
         reporter.stop()
     while _send_next(reporter, changed, send):  # a report in flight, then the last one; a failure ends it

@@ -11,7 +11,8 @@ the engine is the same and nothing is missing. Invariants:
    everything is dropped (`on_lost`), and the stream begins from the next message.
 3. Messages that come while a replay is awaited are kept, at most `most_waiting`, and applied behind it. Those that came
    before it was asked for are in it: engines publish a message before they answer a later request.
-4. Another run is noticed by the break of the connection, and by a number 0 or one that does not go on.
+4. An engine that was not reached yet is like one whose connection broke: after a moment it counts as gone.
+5. Another run is noticed by the break of the connection, and by a number 0 or one that does not go on.
 """
 
 from __future__ import annotations
@@ -110,11 +111,17 @@ class EventStream:
         self._is_replay_due = False
         self._has_reply = False
         self._deadline = 0.0
-        self._broken_until: float | None = None
+        self._is_reached = False  # it was connected at least once
+        self._broken_until: float | None = clock() + settings.engine_seconds
         self._has_tried_start = False  # since the connection was made
         self._fruitless = 0  # replays in a row that brought nothing new
         if settings.has_replay:
             self._begin_replay(0)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the engine was reached, and its connection is not broken for longer than a moment."""
+        return self._is_reached and not self.is_engine_gone
 
     @property
     def is_waiting(self) -> bool:
@@ -177,6 +184,7 @@ class EventStream:
     def on_connected(self) -> None:
         """The connection to the engine is there."""
         self._broken_until = None
+        self._is_reached = True
         self.is_engine_gone = False
         if self._settings.has_replay:
             self._begin_replay(self.last or 0)

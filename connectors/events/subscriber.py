@@ -1,7 +1,8 @@
 """The subscriber of a host's engines: reads their KV events and reports their blocks. Command `kvcm-subscriber`.
 
-It goes on without engines and without managers, and finds both when they come. When it ends, it reports its engines as
-stopped, since their blocks are not reported any more.
+It goes on without engines and without managers, and finds both when they come: managers that answers name (`managers`),
+and engines that start again with other ports. When it ends, it reports its engines as stopped, since their blocks are
+not reported any more.
 
 Exit codes: 0 after SIGTERM or SIGINT; 1 when a package is missing or the address for health cannot be used; 2 for
 arguments.
@@ -10,29 +11,33 @@ arguments.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from uuid import uuid4
 
-from kvcm.connectors.calls import REPORT_RESIDENCY, Reply
+from kvcm.connectors.addresses import AnnouncedManager, verified_name
+from kvcm.connectors.calls import GET_CLUSTER_INFO, REPORT_RESIDENCY, Reply, new_trace_id, ok_answer
 from kvcm.connectors.client import error_reply, open_channel
 from kvcm.connectors.credentials import CredentialFiles
 from kvcm.connectors.events.blocks import Change, HeldBlocks, MappingSettings
 from kvcm.connectors.events.discovery import discover_ranks, fetch_instance, registered_scheme, weights_version
 from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints, rank_endpoint
 from kvcm.connectors.events.health import HealthServer, Metric, Sample
+from kvcm.connectors.events.managers import ManagerSet
 from kvcm.connectors.events.options import EngineOptions, SubscriberOptions, parse_arguments
 from kvcm.connectors.events.packages import require_packages, zmq
 from kvcm.connectors.events.registrations import IndexClient, RegisteredRank, RegistrationFollower
 from kvcm.connectors.events.reporter import Reporter, ReporterIdentity, ReporterSettings, run_reporter
 from kvcm.connectors.events.stream import EventStream, StreamSettings
-from kvcm.model.errors import InvalidArgumentError, UnsupportedError
+from kvcm.model.errors import ErrorCode, InvalidArgumentError, UnsupportedError
 from kvcm.model.key_schemes import KeyScheme, vllm_root
+from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
 
 __all__ = ["RankSubscriber", "ReportSender", "Subscriber", "main"]
@@ -40,8 +45,11 @@ __all__ = ["RankSubscriber", "ReportSender", "Subscriber", "main"]
 _log = logging.getLogger("kvcm.subscriber")
 _RETRY_SECONDS: Final = 2.0
 _CALL_SECONDS: Final = 5.0
+_PROBE_SECONDS: Final = 2.0
+_FOLLOW_SECONDS: Final = 1.0  # between two checks whether a probe is due, or a manager is named no more
 _JOIN_SECONDS: Final = 5.0
 _WORST_ANSWER_SECONDS: Final = 30.0  # without an answer for longer, the process counts as unhealthy
+_OK: Final = int(ErrorCode.OK)
 
 
 class ReportSender:
@@ -50,22 +58,26 @@ class ReportSender:
     Args:
         address: `host:port` of it.
         login: credentials.
+        name: that its certificate must have; "" for that of the address.
         timeout_seconds: for each report.
     """
 
-    def __init__(self, address: str, login: CredentialFiles, timeout_seconds: float = _CALL_SECONDS) -> None:
+    def __init__(
+        self, address: str, login: CredentialFiles, name: str = "", timeout_seconds: float = _CALL_SECONDS
+    ) -> None:
         self.address = address
         self.timeout_seconds = timeout_seconds
         self._login = login
+        self._name = name
         self._shown = login.presented
-        self._channel = open_channel(address, login)
+        self._channel = open_channel(address, login, name)
 
     def __call__(self, request: pb.ReportResidencyRequest) -> pb.ReportResidencyResponse | str:
         """Return the answer of the manager, or why there is none."""
         reply = self._attempt(request)
         if reply.answer is None and self._login.may_have_changed(reply.status) and self._login.reload(self._shown):
             self._channel.close()
-            self._shown, self._channel = self._login.presented, open_channel(self.address, self._login)
+            self._shown, self._channel = self._login.presented, open_channel(self.address, self._login, self._name)
             reply = self._attempt(request)
         return f"{reply.status.name}: {reply.details}" if reply.answer is None else reply.answer
 
@@ -83,6 +95,69 @@ class ReportSender:
             return Reply(call(request, timeout=self.timeout_seconds, metadata=self._shown.metadata))
         except Exception as error:  # gRPC's errors, and an answer that is no protobuf
             return error_reply(error)
+
+
+class ManagerLinks:
+    """The managers of the process as ranks need them: which ones get reports, and connections to them.
+
+    Args:
+        options: of the process.
+        login: credentials.
+        clock: seconds of a clock that never runs backwards.
+
+    Attributes:
+        managers: which addresses get reports.
+        changed: set when they may have changed.
+    """
+
+    def __init__(
+        self, options: SubscriberOptions, login: CredentialFiles, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._given = options.managers
+        self._login = login
+        self.changed = threading.Event()
+        self.managers = ManagerSet(options.managers, clock, follows=options.follow_managers, on_change=self.changed.set)
+
+    def sender(self, address: str) -> ReportSender:
+        """Return a connection of its own to an address."""
+        return ReportSender(address, self._login, self._name_of(address))
+
+    def send(self, sender: ReportSender, request: pb.ReportResidencyRequest) -> pb.ReportResidencyResponse | str:
+        """Send a report, and record what its answer says of managers."""
+        answer = sender(request)
+        if isinstance(answer, str):
+            self.managers.on_failure(sender.address)
+        elif answer.header.status.code == _OK and answer.node_id:
+            named = AnnouncedManager.parse_all(answer.managers)
+            self.managers.on_answer(sender.address, answer.node_id, named)
+        else:
+            self.managers.on_answer(sender.address)
+        return answer
+
+    def probe_next(self) -> bool:
+        """Ask which manager is at an address where that is due; return whether it was."""
+        address = self.managers.next_probe()
+        if address is None:
+            return False
+        answer = ok_answer(self._asked(address))
+        self.managers.on_probe(address, "" if answer is None else answer.self_node_id)
+        return True
+
+    def _asked(self, address: str) -> Reply[meta.GetClusterInfoResponse]:
+        try:
+            with open_channel(address, self._login, self._name_of(address)) as channel:
+                call = channel.unary_unary(
+                    GET_CLUSTER_INFO.path,
+                    request_serializer=meta.GetClusterInfoRequest.SerializeToString,
+                    response_deserializer=GET_CLUSTER_INFO.decode,
+                )
+                request = meta.GetClusterInfoRequest(trace_id=new_trace_id())
+                return Reply(call(request, timeout=_PROBE_SECONDS, metadata=self._login.presented.metadata))
+        except Exception as error:  # gRPC's errors, and an answer that is no protobuf
+            return error_reply(error)
+
+    def _name_of(self, address: str) -> str:
+        return "" if address in self._given else verified_name(address, self._given[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,51 +179,120 @@ class RankPlan:
     reports: ReporterSettings
 
 
+class _Outlet:
+    """The reports of a rank to one address, and the thread that sends them.
+
+    Args:
+        reporter: what to send.
+        sender: the connection.
+        epoch: of the streams to this address.
+        changed: lock of the reporter.
+        links: of the process.
+    """
+
+    def __init__(
+        self, reporter: Reporter, sender: ReportSender, epoch: int, changed: threading.Condition, links: ManagerLinks
+    ) -> None:
+        self.reporter, self.sender, self.epoch = reporter, sender, epoch
+        self._changed, self._links = changed, links
+        self._stop = threading.Event()
+        self._is_dropped = False
+        self._thread = threading.Thread(target=self._run, name=f"kvcm-reports-{sender.address}", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, is_dropped: bool) -> None:
+        """Have the thread end; at an address that is dropped without a last report, which might reach a manager that
+        gets reports at another one."""
+        self._is_dropped = is_dropped
+        self._stop.set()
+
+    def join(self) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(_JOIN_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            run_reporter(
+                self.reporter,
+                self._changed,
+                lambda request: self._links.send(self.sender, request),
+                self._stop,
+                says_stopped=lambda: not self._is_dropped,
+            )
+        finally:
+            self.sender.close()
+
+
 class RankSubscriber:
     """One rank of an engine: a thread that reads, and one per manager that reports.
 
     Args:
         plan: of the rank.
-        senders: of reports, one per manager.
+        links: to managers.
         clock: seconds of a clock that never runs backwards.
     """
 
-    def __init__(
-        self, plan: RankPlan, senders: Sequence[ReportSender], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, plan: RankPlan, links: ManagerLinks, clock: Callable[[], float] = time.monotonic) -> None:
         self.plan = plan
+        self._links = links
         self._clock = clock
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._senders = tuple(senders)
+        self._outlets: dict[str, _Outlet] = {}
         self.blocks = HeldBlocks(plan.mapping, self._on_changes)
-        self.reporters = tuple(
-            Reporter(plan.identity, self.blocks, plan.reports, lambda: uuid4().hex, clock) for _ in senders
-        )
         self.stream = EventStream(plan.stream, self.blocks.apply, self._on_lost, clock)
         self._context = zmq().Context()
         self.source = EngineSource(self._context, plan.endpoints, self.stream, self._changed, self._on_engine)
-        name = f"{plan.identity.engine}/{plan.identity.rank}"
-        self._reading = threading.Thread(target=self.source.run, args=(self._stop,), name=f"kvcm-events-{name}")
-        self._reporting = [
-            threading.Thread(
-                target=run_reporter, args=(reporter, self._changed, sender, self._stop), name=f"kvcm-reports-{name}"
-            )
-            for reporter, sender in zip(self.reporters, self._senders, strict=True)
-        ]
-        for thread in (self._reading, *self._reporting):
-            thread.daemon = True
-            thread.start()
+        name = f"kvcm-events-{plan.identity.engine}/{plan.identity.rank}"
+        self._reading = threading.Thread(target=self.source.run, args=(self._stop,), name=name, daemon=True)
+        self.follow_managers()
+        self._reading.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the rank is read."""
+        return self.stream.is_connected and not self.source.has_failed
+
+    def follow_managers(self) -> None:
+        """Begin and end reports so that those managers get them that are to get them now."""
+        streams = self._links.managers.streams()
+        with self._changed:
+            if self._stop.is_set():
+                return
+            for address in [each for each in self._outlets if each not in streams]:
+                self._outlets.pop(address).stop(is_dropped=True)
+            for address, epoch in streams.items():
+                outlet = self._outlets.get(address)
+                if outlet is None:
+                    self._outlets[address] = self._new_outlet(address, epoch)
+                elif outlet.epoch != epoch:
+                    outlet.epoch = epoch
+                    self._begin_stream(outlet.reporter)
+            self._changed.notify_all()
+
+    def _new_outlet(self, address: str, epoch: int) -> _Outlet:
+        plan = self.plan
+        reporter = Reporter(plan.identity, self.blocks, plan.reports, lambda: uuid4().hex, self._clock)
+        if self.stream.is_engine_gone:
+            reporter.stop()
+        return _Outlet(reporter, self._links.sender(address), epoch, self._changed, self._links)
+
+    def _begin_stream(self, reporter: Reporter) -> None:
+        reporter.reset()
+        if self.stream.is_engine_gone:
+            reporter.stop()
 
     def close(self) -> None:
         """End the threads; managers get a last report that the engine stopped, if they answer at once."""
-        self._stop.set()
         with self._changed:
+            self._stop.set()
+            outlets = list(self._outlets.values())
+            for outlet in outlets:
+                outlet.stop(is_dropped=False)
             self._changed.notify_all()
-        for thread in (self._reading, *self._reporting):
-            thread.join(_JOIN_SECONDS)
-        for sender in self._senders:
-            sender.close()
+        self._reading.join(_JOIN_SECONDS)
+        for outlet in outlets:
+            outlet.join()
         self._context.destroy(linger=0)
 
     def troubles(self) -> list[str]:
@@ -156,14 +300,19 @@ class RankSubscriber:
         identity = self.plan.identity
         name = f"engine {identity.engine} rank {identity.rank}"
         with self._changed:
-            found = [f"{name} is not connected"] if self.stream.is_engine_gone else []
+            found = [] if self.stream.is_connected else [f"{name} is not connected"]
             found += [f"{name} is not read any more, see the log"] if self.source.has_failed else []
-            for reporter, sender in zip(self.reporters, self._senders, strict=True):
-                if reporter.error:
-                    found.append(f"{name}, manager {sender.address}: {reporter.error}")
-                elif self._age(reporter) > _WORST_ANSWER_SECONDS:
-                    found.append(f"{name}, manager {sender.address}: no answer for {self._age(reporter):.0f} s")
+            for address, outlet in self._outlets.items():
+                reason = self._trouble_of(outlet.reporter) if self._links.managers.is_expected(address) else ""
+                found += [f"{name}, manager {address}: {reason}"] if reason else []
         return found
+
+    def _trouble_of(self, reporter: Reporter) -> str:
+        if reporter.error:
+            return reporter.error
+        if not reporter.is_stopped and self._age(reporter) > _WORST_ANSWER_SECONDS:
+            return f"no answer for {self._age(reporter):.0f} s"
+        return ""
 
     def samples(self) -> Iterator[tuple[str, Sample]]:
         """Yield the values of all metrics, with their names."""
@@ -172,8 +321,7 @@ class RankSubscriber:
         with self._changed:
             rank = list(self._rank_samples())
             managers = [
-                (sender.address, list(self._reporter_samples(reporter)))
-                for reporter, sender in zip(self.reporters, self._senders, strict=True)
+                (address, list(self._reporter_samples(outlet.reporter))) for address, outlet in self._outlets.items()
             ]
         for name, own, value in rank:
             yield name, Sample(labels | own, value)
@@ -202,7 +350,7 @@ class RankSubscriber:
             "losses_total": counters.losses,
             "ignored_blocks_total": self.blocks.ignored,
             "complete": int(self.stream.is_complete),
-            "engine_connected": int(not self.stream.is_engine_gone),
+            "engine_connected": int(self.stream.is_connected),
             "event_lag_seconds": round(self.source.lag_seconds, 6),
         }
         for name, value in plain.items():
@@ -225,94 +373,147 @@ class RankSubscriber:
     # ---- called with the lock, by the thread that reads ----
 
     def _on_changes(self, changes: Sequence[Change]) -> None:
-        for reporter in self.reporters:
-            reporter.on_changes(changes)
+        for outlet in self._outlets.values():
+            outlet.reporter.on_changes(changes)
 
     def _on_lost(self) -> None:
         self.blocks.clear()
-        for reporter in self.reporters:
-            reporter.reset()
+        for outlet in self._outlets.values():
+            outlet.reporter.reset()
 
     def _on_engine(self, is_back: bool) -> None:
-        for reporter in self.reporters:
+        for outlet in self._outlets.values():
             if is_back:
-                reporter.reset()
+                outlet.reporter.reset()
             else:
-                reporter.stop()
+                outlet.reporter.stop()
 
 
 class EngineSubscriber:
     """One engine: a thread that finds out where it publishes and how it makes keys, then its ranks.
 
+    An engine that says where it publishes (`engine_url`) is asked again now and then, and more often while a rank of it
+    is not connected: it may have come back with other ports, or with more ranks. The ranks that it still has as they
+    were are left alone. While it does not answer, its ranks are read where they were.
+
     Args:
         engine: options of the engine.
         options: of the process.
         login: credentials for managers.
+        links: to managers.
     """
 
-    def __init__(self, engine: EngineOptions, options: SubscriberOptions, login: CredentialFiles) -> None:
+    def __init__(
+        self, engine: EngineOptions, options: SubscriberOptions, login: CredentialFiles, links: ManagerLinks
+    ) -> None:
         self._engine = engine
         self._options = options
         self._login = login
+        self._links = links
         self._trouble = "not started"
         self._stop = threading.Event()
+        self._found: FoundRanks | None = None
         self.ranks: tuple[RankSubscriber, ...] = ()
-        self._starting = threading.Thread(target=self._start, name=f"kvcm-start-{engine.engine_address}", daemon=True)
-        self._starting.start()
+        name = f"kvcm-discovery-{engine.engine_address}"
+        self._discovering = threading.Thread(target=self._discover, name=name, daemon=True)
+        self._discovering.start()
 
     def close(self) -> None:
         """End everything of this engine."""
         self._stop.set()
-        self._starting.join(_JOIN_SECONDS)
+        self._discovering.join(_JOIN_SECONDS)
         for rank in self.ranks:
             rank.close()
 
     def troubles(self) -> list[str]:
         """Return why blocks of this engine may not be known to managers."""
-        if self._trouble:
-            return [f"engine {self._engine.engine_address}: {self._trouble}"]
-        return [trouble for rank in self.ranks for trouble in rank.troubles()]
+        found = [trouble for rank in self.ranks for trouble in rank.troubles()]
+        if self._trouble and not self._is_connected:
+            found.insert(0, f"engine {self._engine.engine_address}: {self._trouble}")
+        return found
 
-    def _start(self) -> None:
+    def faults(self) -> list[str]:
+        """Return the faults of this process that keep the engine from being read."""
+        return [f"{rank.plan.identity} is not read any more" for rank in self.ranks if rank.source.has_failed]
+
+    @property
+    def _is_connected(self) -> bool:
+        wanted = 0 if self._found is None else len(self._found.endpoints)
+        return 0 < wanted == sum(rank.is_connected for rank in self.ranks)
+
+    def _discover(self) -> None:
+        pause, asked_at = min(_RETRY_SECONDS, self._engine.discovery_seconds), -math.inf
         while not self._stop.is_set():
-            made: list[RankSubscriber] = []
-            try:
-                plans = rank_plans(self._engine, self._options, self._login)
-                made.extend(RankSubscriber(plan, self._senders()) for plan in plans)
-            except Exception as error:  # also of what an engine that starts, or a port that is taken, brings about
-                for rank in made:
-                    rank.close()
-                reason = str(error) or type(error).__name__
-                if reason != self._trouble:
-                    _log.error("engine %s is not read until this is resolved: %s", self._engine.engine_address, reason)
-                self._trouble = reason
-                self._stop.wait(_RETRY_SECONDS)
-                continue
-            self.ranks = tuple(made)
+            is_due = time.monotonic() - asked_at >= self._engine.discovery_seconds
+            is_fixed = self._found is not None and not self._engine.engine_url
+            if not is_fixed and (is_due or not self._is_connected):
+                self._update_ranks()
+                asked_at = time.monotonic()
+            self._stop.wait(pause)
+
+    def _update_ranks(self) -> None:
+        """Ask the engine, and read the ranks that it has."""
+        try:
+            found = find_ranks(self._engine)
+            if found != self._found:
+                self._replace_ranks(rank_plans(self._engine, self._options, self._login, found))
+                self._found = found
             self._trouble = ""
-            for plan in plans:
+        except Exception as error:  # also of what an engine that starts, or a port that is taken, brings about
+            reason = str(error) or type(error).__name__
+            if reason != self._trouble:
+                _log.warning("engine %s: %s", self._engine.engine_address, reason)
+            self._trouble = reason
+
+    def _replace_ranks(self, plans: Sequence[RankPlan]) -> None:
+        kept = [rank for rank in self.ranks if rank.plan in plans]
+        for rank in self.ranks:
+            if rank not in kept:
+                rank.close()  # first: one reader of a rank at a time, and ports that are bound are free then
+        self.ranks = tuple(kept)
+        known = [rank.plan for rank in kept]
+        for plan in plans:
+            if plan not in known:
+                self.ranks = (*self.ranks, RankSubscriber(plan, self._links))
                 _log.info("%s is read at %s", plan.identity, plan.endpoints.endpoint)
-            return
-
-    def _senders(self) -> list[ReportSender]:
-        return [ReportSender(address, self._login) for address in self._options.managers]
 
 
-def rank_plans(engine: EngineOptions, options: SubscriberOptions, login: CredentialFiles) -> list[RankPlan]:
-    """Return the plans of an engine's ranks; asks the engine and a manager where the options leave something open.
+@dataclass(frozen=True, slots=True)
+class FoundRanks:
+    """Where the ranks of an engine publish.
+
+    Attributes:
+        endpoints: by rank.
+        block_tokens: tokens of a block; 0 where neither the options nor the engine say.
+    """
+
+    endpoints: Mapping[int, RankEndpoints]
+    block_tokens: int
+
+
+def find_ranks(engine: EngineOptions) -> FoundRanks:
+    """Return where the ranks of an engine publish; asks the engine where the options do not say.
+
+    Raises:
+        StorageIOError: the engine does not answer, or publishes no events.
+    """
+    if not engine.engine_url:
+        return FoundRanks(_configured_ranks(engine), engine.block_tokens)
+    endpoints, tokens = discover_ranks(engine.engine, engine.engine_url)
+    return FoundRanks(endpoints, engine.block_tokens or tokens)
+
+
+def rank_plans(
+    engine: EngineOptions, options: SubscriberOptions, login: CredentialFiles, found: FoundRanks
+) -> list[RankPlan]:
+    """Return the plans of an engine's ranks; asks a manager where the options leave something open.
 
     Raises:
         InvalidArgumentError: the options do not suffice, or do not fit the engine.
-        StorageIOError: the engine or the manager does not answer.
+        StorageIOError: the manager does not answer.
         UnsupportedError: a package is missing.
     """
-    tokens = engine.block_tokens
-    if engine.engine_url:
-        ranks, found_tokens = discover_ranks(engine.engine, engine.engine_url)
-        tokens = tokens or found_tokens
-    else:
-        ranks = _configured_ranks(engine)
-    scheme = _scheme(engine, tokens, login)
+    scheme = _scheme(engine, found.block_tokens, login)
     return [
         RankPlan(
             ReporterIdentity(engine.instance_id, engine.engine_address, rank, scheme),
@@ -324,7 +525,7 @@ def rank_plans(engine: EngineOptions, options: SubscriberOptions, login: Credent
             StreamSettings(bool(endpoints.replay_endpoint), engine.replay_seconds, engine.engine_seconds),
             _reporter_settings(options),
         )
-        for rank, endpoints in sorted(ranks.items())
+        for rank, endpoints in sorted(found.endpoints.items())
     ]
 
 
@@ -398,6 +599,7 @@ _METRICS: Final = {
     "pending_changes": "Changes that are not sent yet",
     "resident_blocks": "Blocks of the rank, as the manager counts them",
     "last_answer_age_seconds": "Since the manager's last answer",
+    "managers": "Addresses of managers: used for reports, spare since the manager is used at another one, or unreached",
 }
 """All metrics, in the order in which they are shown."""
 
@@ -414,26 +616,31 @@ class Subscriber:
 
     def __init__(self, options: SubscriberOptions) -> None:
         login = CredentialFiles(options.credentials)
-        self.health = HealthServer(options.listen, self.metrics, self.troubles)
-        self.engines = tuple([EngineSubscriber(engine, options, login) for engine in options.engines])
+        self.links = ManagerLinks(options, login)
+        self.engines: tuple[EngineSubscriber, ...] = ()
+        self.registrations: RegistrationFollower[RankSubscriber] | None = None
         self._stop = threading.Event()
-        self.registrations = self._follow(options, login) if options.registrations else None
+        self._has_failed = False
+        self.health = HealthServer(options.listen, self.metrics, self.troubles, self.faults)
+        self.engines = tuple([EngineSubscriber(engine, options, login, self.links) for engine in options.engines])
+        threads = [threading.Thread(target=self._follow, name="kvcm-managers", daemon=True)]
+        if options.registrations:
+            self.registrations = self._registrations(options, login)
+            name = "kvcm-registrations"
+            threads.append(threading.Thread(target=self.registrations.run, args=(self._stop,), name=name, daemon=True))
+        self._following = threads
+        for thread in threads:
+            thread.start()
 
-    def _follow(self, options: SubscriberOptions, login: CredentialFiles) -> RegistrationFollower[RankSubscriber]:
-        def open_rank(rank: RegisteredRank) -> RankSubscriber:
-            senders = [ReportSender(address, login) for address in options.managers]
-            return RankSubscriber(registered_plan(rank, options), senders)
-
-        follower = RegistrationFollower(
+    def _registrations(
+        self, options: SubscriberOptions, login: CredentialFiles
+    ) -> RegistrationFollower[RankSubscriber]:
+        return RegistrationFollower(
             [IndexClient(address, login) for address in options.managers],
             options.allowed_hosts,
-            open_rank,
+            lambda rank: RankSubscriber(registered_plan(rank, options), self.links),
             {(each.instance_id, each.engine_address) for each in options.engines},
         )
-        name = "kvcm-registrations"
-        self._following = threading.Thread(target=follower.run, args=(self._stop,), name=name, daemon=True)
-        self._following.start()
-        return follower
 
     def _ranks(self) -> list[RankSubscriber]:
         registered = [] if self.registrations is None else self.registrations.readers
@@ -445,6 +652,8 @@ class Subscriber:
         for rank in self._ranks():
             for name, sample in rank.samples():
                 found[name].append(sample)
+        states = self.links.managers.states()
+        found["managers"] = [Sample({"state": state}, count) for state, count in states.items()]
         return [Metric(name, _METRICS[name], samples) for name, samples in found.items()]
 
     def troubles(self) -> list[str]:
@@ -453,17 +662,37 @@ class Subscriber:
         # A registered engine that is away is the matter of the client that registered it.
         return found if self.registrations is None else found + self.registrations.troubles()
 
+    def faults(self) -> list[str]:
+        """Return the faults of this process that a restart would mend."""
+        found = [fault for engine in self.engines for fault in engine.faults()]
+        return [*found, "managers are not followed any more, see the log"] if self._has_failed else found
+
     def close(self) -> None:
         """End everything."""
         self._stop.set()
-        if self.registrations is not None:
-            self._following.join(2 * _JOIN_SECONDS)
+        self.links.changed.set()
+        for thread in self._following:
+            thread.join(2 * _JOIN_SECONDS)
         threads = [threading.Thread(target=engine.close) for engine in self.engines]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         self.health.close()
+
+    def _follow(self) -> None:
+        """Probe addresses where that is due, and have all ranks report to the managers that are to get reports."""
+        try:
+            while not self._stop.is_set():
+                self.links.changed.clear()
+                has_probed = self.links.probe_next()
+                for rank in self._ranks():
+                    rank.follow_managers()
+                if not has_probed:
+                    self.links.changed.wait(_FOLLOW_SECONDS)
+        except Exception:
+            _log.exception("managers are not followed any more")
+            self._has_failed = True
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -143,18 +143,25 @@ class ModelManager:
     """Takes reports as `residency_service.proto` says, word for word.
 
     Attributes:
+        node_id: its own.
+        named: node id, host and port of the managers that serve.
         known: by engine and rank.
+        ended: streams that others took the place of.
         timeout_ms: of its answers.
         requests: all that came.
     """
 
+    node_id: str = ""
+    named: Sequence[tuple[str, str, int]] = ()
     known: dict[tuple[str, int], _Known] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     timeout_ms: int = 30_000
     requests: list[pb.ReportResidencyRequest] = field(default_factory=list)
 
     def restart(self) -> None:
         """Forget everything, as the state is soft."""
         self.known.clear()
+        self.ended.clear()
 
     def pairs(self, engine: str = "engine:1", rank: int = 0) -> set[tuple[Memory, int]]:
         """Return the blocks that it takes a rank to hold."""
@@ -165,12 +172,20 @@ class ModelManager:
         self.requests.append(request)
         name = (request.engine, request.rank)
         known = self.known.get(name)
+        if known is not None and request.stream in self.ended:
+            return self._answer(request, _Known(request.stream, request.sequence, is_complete=True))
         if known is None or known.stream != request.stream:
+            self.ended |= set() if known is None else {known.stream}
             known = self.known[name] = _Known(request.stream)
         if request.HasField("key_scheme"):
             known.scheme = request.key_scheme
         if request.sequence > known.sequence:
             self._apply(known, request)
+        if request.stopped:
+            del self.known[name]
+        return self._answer(request, known)
+
+    def _answer(self, request: pb.ReportResidencyRequest, known: _Known) -> pb.ReportResidencyResponse:
         answer = pb.ReportResidencyResponse(
             applied_sequence=known.sequence,
             snapshot_required=not known.is_complete,
@@ -178,8 +193,10 @@ class ModelManager:
             resident_blocks=len(known.pairs),
         )
         answer.header.status.code = int(ErrorCode.OK)  # type: ignore[assignment]
-        if request.stopped:
-            del self.known[name]
+        if not request.changes:
+            answer.node_id = self.node_id
+            for node_id, host, port in self.named:
+                answer.managers.add(node_id=node_id, host=host, meta_rpc_port=port)
         return answer
 
     def _apply(self, known: _Known, request: pb.ReportResidencyRequest) -> None:

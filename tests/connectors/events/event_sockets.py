@@ -16,6 +16,8 @@ import zmq
 from engine_model import ModelManager
 from ports import free_port
 
+from kvcm.model.errors import ErrorCode
+from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
 from kvcm.protocol.kvcm.v1 import residency_service_pb2_grpc as rpc
 
@@ -91,7 +93,7 @@ class Publisher:
 
 @dataclass
 class ServedManager(rpc.ResidencyServiceServicer):
-    """A manager that takes reports over gRPC.
+    """A manager that takes reports over gRPC, and says which one it is.
 
     Attributes:
         address: `host:port`.
@@ -108,6 +110,14 @@ class ServedManager(rpc.ResidencyServiceServicer):
         """See the service."""
         with self.lock:
             return self.model.report(request)
+
+    def GetClusterInfo(  # noqa: N802 - the name of the call
+        self, request: meta.GetClusterInfoRequest, context: Any
+    ) -> meta.GetClusterInfoResponse:
+        """See MetaService."""
+        answer = meta.GetClusterInfoResponse(self_node_id=self.model.node_id)
+        answer.header.status.code = int(ErrorCode.OK)  # type: ignore[assignment]
+        return answer
 
     def keys(self, engine: str, rank: int = 0, medium: pb.Medium = pb.MEDIUM_GPU) -> set[int]:
         """Return the keys that a rank is known to hold."""
@@ -128,6 +138,13 @@ def served_manager(port: int | None = None) -> Iterator[ServedManager]:
         server = grpc.server(threads)
         manager = ServedManager(f"127.0.0.1:{port}")
         rpc.add_ResidencyServiceServicer_to_server(manager, server)  # type: ignore[no-untyped-call]
+        handler = grpc.unary_unary_rpc_method_handler(
+            manager.GetClusterInfo,
+            request_deserializer=meta.GetClusterInfoRequest.FromString,
+            response_serializer=meta.GetClusterInfoResponse.SerializeToString,
+        )
+        service = "kv_cache_manager.proto.meta.MetaService"
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"GetClusterInfo": handler}),))
         assert server.add_insecure_port(manager.address) == port
         server.start()
         try:

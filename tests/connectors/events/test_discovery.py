@@ -13,8 +13,8 @@ from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.credentials import ClientCredentials, CredentialFiles
 from kvcm.connectors.events.discovery import discover_ranks, fetch_instance, registered_scheme, weights_version
 from kvcm.connectors.events.engine_source import rank_endpoint
-from kvcm.connectors.events.options import parse_arguments
-from kvcm.connectors.events.subscriber import rank_plans
+from kvcm.connectors.events.options import SubscriberOptions, parse_arguments
+from kvcm.connectors.events.subscriber import RankPlan, find_ranks, rank_plans
 from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.reuse.registration import KvIdentity
 from kvcm.connectors.reuse.weight_files import weights_digest
@@ -46,6 +46,12 @@ NO_LOGIN = CredentialFiles(ClientCredentials())
 NEEDED = ["--manager", "127.0.0.1:6381", "--engine-address", "10.0.0.9:8000", "--instance-id", "i"]
 PLAIN = [*NEEDED, "--engine", "vllm", "--endpoint", "tcp://*:5557"]
 TOKENS = list(range(1, 33))
+
+
+def plans_of(options: SubscriberOptions) -> list[RankPlan]:
+    """Return the plans of the ranks of the first engine."""
+    engine = options.engines[0]
+    return rank_plans(engine, options, NO_LOGIN, find_ranks(engine))
 
 
 def info_of(identity: KvIdentity, **others: Any) -> admin.InstanceInfo:
@@ -95,7 +101,7 @@ def test_a_registration_is_read_from_a_manager(manager: ManagerProcess, instance
         parts = [LocationSpecInfo("tp0", 4096)]
         assert client.register_instance("default", 16, parts, VLLM.deployment(), timeout_seconds=20).ok
     options = parse_arguments([*PLAIN, "--weights", "w", "--admin", address, "--instance-id", instance_id])
-    (plan,) = rank_plans(options.engines[0], options, NO_LOGIN)
+    (plan,) = plans_of(options)
     assert plan.identity.scheme == registered_scheme(info_of(VLLM), "w")
     with pytest.raises(StorageIOError, match="does not answer"):
         fetch_instance(f"127.0.0.1:{free_port()}", NO_LOGIN, instance_id)
@@ -136,7 +142,7 @@ def test_an_engine_that_does_not_answer_is_no_argument() -> None:
 def test_the_command_line_suffices_for_one_engine() -> None:
     options = parse_arguments([*PLAIN, "--manager", "10.0.0.2:1", "--ranks", "2", "--block-tokens", "16"])
     assert options.managers == ("127.0.0.1:6381", "10.0.0.2:1")
-    plans = rank_plans(options.engines[0], options, NO_LOGIN)
+    plans = plans_of(options)
     assert [plan.endpoints.endpoint for plan in plans] == ["tcp://10.0.0.9:5557", "tcp://10.0.0.9:5558"]
     assert [plan.identity.rank for plan in plans] == [0, 1]
     assert plans[0].identity.scheme.algorithm == VLLM_SHA256
@@ -145,11 +151,20 @@ def test_the_command_line_suffices_for_one_engine() -> None:
     assert plans[0].mapping.counts_copies
 
 
+def test_managers_are_followed_unless_that_is_forbidden(tmp_path: Path) -> None:
+    file = tmp_path / "subscriber.toml"
+    file.write_text("follow_managers = false")
+    assert parse_arguments(PLAIN).follow_managers
+    assert not parse_arguments([*PLAIN, "--no-follow-managers"]).follow_managers
+    assert not parse_arguments([*PLAIN, "--config", str(file)]).follow_managers
+    assert parse_arguments([*PLAIN, "--config", str(file), "--follow-managers"]).follow_managers
+
+
 def test_options_say_how_keys_are_made() -> None:
     keys = ["--algorithm", KVCM, "--block-tokens", "8", "--mask", "-3", "--groups", "0=full,1=window"]
     others = ["--removes-at-once", "--batch-ms", "20", "--replay-endpoint", "tcp://*:5657"]
     options = parse_arguments([*PLAIN, *keys, *others])
-    (plan,) = rank_plans(options.engines[0], options, NO_LOGIN)
+    (plan,) = plans_of(options)
     assert (plan.identity.scheme.algorithm, plan.identity.scheme.mask) == (KVCM, -3)
     assert plan.mapping.group_specs == {0: "full", 1: "window"}
     assert not plan.mapping.counts_copies
@@ -199,6 +214,7 @@ def test_a_file_has_several_engines_and_the_command_line_adds_one(tmp_path: Path
         ([*PLAIN, "--groups", "full"], "NUMBER=PART"),
         ([*PLAIN, "--block-tokens", "-1"], "'block_tokens'"),
         ([*PLAIN, "--engine-seconds", "0"], "'engine_seconds'"),
+        ([*PLAIN, "--discovery-seconds", "0"], "'discovery_seconds'"),
         ([*PLAIN, "--batch-keys", "0"], "'batch_keys'"),
         ([*PLAIN, "--batch-ms", "-1"], "'batch_ms'"),
         ([*PLAIN, "--key-file", "/nowhere"], "key_file"),
@@ -226,4 +242,4 @@ def test_a_wrong_file_is_named(text: str, message: str, tmp_path: Path, capsys: 
 def test_without_the_tokens_of_a_block_an_engine_is_not_read() -> None:
     options = parse_arguments(PLAIN)
     with pytest.raises(InvalidArgumentError, match="block_tokens"):
-        rank_plans(options.engines[0], options, NO_LOGIN)
+        plans_of(options)

@@ -144,6 +144,28 @@ def test_heartbeats_come_three_times_within_the_managers_timeout(rig: Rig) -> No
     assert rig.reporter.seconds_to_next() == pytest.approx(0.2)
 
 
+def test_a_busy_stream_has_reports_without_changes_too(rig: Rig) -> None:
+    rig.manager.node_id = "m"
+    without = []
+    for number in range(250):  # changes all the time, for 25 s
+        rig.feed(stored(VLLM, prompt(number)))
+        without += [report for report in rig.send_all(0.1) if not report.changes]
+    assert len(without) == 2
+    assert rig.manager.report(without[-1]).node_id == "m"
+    assert len(rig.manager.pairs()) == 250 * 4
+
+
+def test_after_a_failure_the_manager_is_asked_which_one_it_is(rig: Rig) -> None:
+    rig.feed(stored(VLLM, prompt(1)))
+    rig.clock.time += 1
+    report = rig.take()
+    rig.reporter.on_failure(report, "the connection broke")
+    rig.feed(stored(VLLM, prompt(2)))
+    sent = rig.send_all(1)
+    assert sent[0] == report
+    assert [bool(each.changes) for each in sent] == [True, False, True]
+
+
 def test_a_report_without_an_answer_is_repeated_as_it_was(rig: Rig) -> None:
     rig.feed(stored(VLLM, prompt(1)))
     rig.clock.time += 1

@@ -18,12 +18,14 @@ def payload(number: int, run: int = 0) -> bytes:
 class Rig:
     """A stream, the numbers that it applied since it last dropped everything, and its clock."""
 
-    def __init__(self, has_replay: bool = True, most_waiting: int = 100) -> None:
+    def __init__(self, has_replay: bool = True, most_waiting: int = 100, is_connected: bool = True) -> None:
         self.clock = FakeClock()
         self.applied: list[int] = []
         self.losses = 0
         settings = StreamSettings(has_replay, REPLAY_SECONDS, ENGINE_SECONDS, most_waiting)
         self.stream = EventStream(settings, self.apply, self.lose, self.clock.now)
+        if is_connected:
+            self.stream.on_connected()
 
     def apply(self, events: tuple[Event, ...]) -> None:
         self.applied += [hashed for event in events for hashed in event.hashes]  # type: ignore[union-attr, misc]
@@ -144,6 +146,32 @@ def test_an_engine_that_stays_away_is_gone() -> None:
     assert rig.stream.take_replay() == 0
     rig.replay(0, 1, 2)
     assert (rig.applied, rig.stream.is_complete) == ([0, 1, 2], True)
+
+
+def test_an_engine_that_was_never_reached_is_not_connected_and_soon_gone() -> None:
+    for has_replay in (True, False):
+        rig = Rig(has_replay, is_connected=False)
+        assert (rig.stream.is_connected, rig.stream.is_engine_gone) == (False, False)
+        rig.wait(ENGINE_SECONDS / 2)
+        assert not rig.stream.is_engine_gone
+        rig.wait(ENGINE_SECONDS / 2)
+        assert (rig.stream.is_connected, rig.stream.is_engine_gone) == (False, True)
+        rig.wait(10 * REPLAY_SECONDS)
+        assert rig.stream.counters.replay_timeouts == 0  # there was no engine that could have replayed
+        rig.stream.on_connected()
+        assert (rig.stream.is_connected, rig.stream.is_engine_gone) == (True, False)
+        assert rig.stream.take_replay() == (0 if has_replay else None)
+        rig.replay()
+        rig.live(0, 1)
+        assert (rig.applied, rig.stream.is_complete, rig.losses) == ([0, 1], True, 0)
+
+
+def test_a_break_of_a_moment_is_still_a_connection() -> None:
+    rig = started(0, 1)
+    rig.stream.on_disconnected()
+    assert rig.stream.is_connected
+    rig.wait(ENGINE_SECONDS)
+    assert not rig.stream.is_connected
 
 
 def test_number_0_begins_another_run() -> None:

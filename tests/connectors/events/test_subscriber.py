@@ -84,8 +84,8 @@ def start(manager: ServedManager) -> Iterator[Start]:
     """Start subscribers; all are closed at the end."""
     with ExitStack() as opened:
 
-        def start(*engines: EngineOptions, managers: tuple[str, ...] = ()) -> Subscriber:
-            options = SubscriberOptions(managers or (manager.address,), engines, "127.0.0.1:0", batch_ms=1)
+        def start(*engines: EngineOptions, managers: tuple[str, ...] = (), **others: Any) -> Subscriber:
+            options = SubscriberOptions(managers or (manager.address,), engines, "127.0.0.1:0", batch_ms=1, **others)
             subscriber = Subscriber(options)
             opened.callback(subscriber.close)
             return subscriber
@@ -192,6 +192,39 @@ def test_two_managers_have_streams_of_their_own(manager: ServedManager, engine: 
         assert manager.model.known[ENGINE, 0].stream != other.model.known[ENGINE, 0].stream
 
 
+def test_managers_that_answers_name_get_reports_once_each(manager: ServedManager, engine: Engine, start: Start) -> None:
+    engine.publisher.publish(stored(VLLM, A))
+    with served_manager() as other:
+        port, other_port = (int(each.address.rpartition(":")[2]) for each in (manager, other))
+        manager.model.node_id, other.model.node_id = "m1", "m2"
+        names = [("m1", "127.0.0.1", port), ("m2", "127.0.0.1", other_port), ("m3", "127.0.0.1", free_port())]
+        manager.model.named = other.model.named = names
+        subscriber = start(engine.options(), managers=(manager.address, f"localhost:{port}"))
+        until(lambda: manager.keys(ENGINE) == other.keys(ENGINE) == keys(A))
+        until(lambda: len(subscriber.links.managers.streams()) == 2)  # one of the two names of m1 is enough
+        engine.publisher.publish(stored(VLLM, B))
+        until(lambda: manager.keys(ENGINE) == other.keys(ENGINE) == keys(A) | keys(B))
+        base = f"http://127.0.0.1:{subscriber.health.port}"
+        until(lambda: 'managers{state="unreached"} 1\n' in page_of(f"{base}/metrics")[1])
+        assert 'managers{state="used"} 2\n' in page_of(f"{base}/metrics")[1]
+        until(lambda: page_of(f"{base}/health")[0] == 200)  # m3 was never there: its address may be of another network
+    subscriber.close()
+    assert manager.model.requests[-1].stopped
+
+
+def test_managers_are_not_followed_where_that_is_forbidden(
+    manager: ServedManager, engine: Engine, start: Start
+) -> None:
+    engine.publisher.publish(stored(VLLM, A))
+    with served_manager() as other:
+        manager.model.node_id = "m1"
+        manager.model.named = [("m2", "127.0.0.1", int(other.address.rpartition(":")[2]))]
+        subscriber = start(engine.options(), follow_managers=False)
+        until(lambda: manager.keys(ENGINE) == keys(A))
+        assert sum(subscriber.links.managers.states().values()) == 1
+        assert not other.model.requests
+
+
 def test_ranks_and_engines_are_read_each_by_itself(manager: ServedManager, start: Start) -> None:
     ports = [free_port(), free_port()]
     while ports[1] != ports[0] + 1 or _is_used(ports[1]):
@@ -272,6 +305,25 @@ def test_health_and_metrics(manager: ServedManager, engine: Engine, start: Start
     assert page_of(f"{base}/other")[0] == 404
 
 
+def test_an_engine_that_was_never_reached_is_not_connected(
+    manager: ServedManager, engine: Engine, start: Start
+) -> None:
+    engine.publisher.close()
+    subscriber = start(engine.options())
+    base = f"http://127.0.0.1:{subscriber.health.port}"
+    stream_of(subscriber)
+    status, text = page_of(f"{base}/health")
+    assert (status, "is not connected" in text) == (503, True)
+    assert 'engine_connected{engine="10.0.0.9:8000",instance="instance",rank="0"} 0\n' in page_of(f"{base}/metrics")[1]
+    assert page_of(f"{base}/livez")[0] == 200  # a restart would not help
+    until(lambda: manager.model.requests and manager.model.requests[-1].stopped)
+    engine.publisher = Publisher(engine.port, engine.replay_port)
+    engine.publisher.publish(stored(VLLM, A))
+    until(lambda: manager.keys(ENGINE) == keys(A))
+    assert page_of(f"{base}/health")[0] == 200
+    assert 'engine_connected{engine="10.0.0.9:8000",instance="instance",rank="0"} 1\n' in page_of(f"{base}/metrics")[1]
+
+
 def test_an_engine_without_events_is_unhealthy(start: Start) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     subscriber = start(EngineOptions("vllm", ENGINE, "instance", engine_url=url, block_tokens=4))
@@ -286,8 +338,8 @@ def pages() -> Iterator[tuple[str, dict[str, object]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(documents[self.path]).encode()
-            self.send_response(200)
+            body = json.dumps(documents.get(self.path)).encode()
+            self.send_response(200 if self.path in documents else 404)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -311,6 +363,71 @@ def test_vllm_says_where_it_publishes(
     engine.publisher.publish(stored(VLLM, A))
     start(engine.options(engine_url=url, endpoint="", replay_endpoint=""))
     until(lambda: manager.keys(ENGINE) == keys(A))
+
+
+def sources_of(*engines: Engine) -> dict[str, object]:
+    """Return what vLLM says of the ports of its ranks."""
+    return {
+        str(rank): {
+            "endpoint": f"tcp://*:{engine.port}",
+            "replay_endpoint": f"tcp://*:{engine.replay_port}",
+            "topic": "kv@",
+        }
+        for rank, engine in enumerate(engines)
+    }
+
+
+def test_an_engine_that_comes_back_with_other_ports_is_found(
+    manager: ServedManager, engine: Engine, start: Start, pages: tuple[str, dict[str, object]]
+) -> None:
+    url, documents = pages
+    documents["/kv_event_sources"] = sources_of(engine)
+    engine.publisher.publish(stored(VLLM, A))
+    subscriber = start(engine.options(engine_url=url, endpoint="", replay_endpoint=""))
+    until(lambda: manager.keys(ENGINE) == keys(A))
+    engine.publisher.close()
+    del documents["/kv_event_sources"]  # it starts
+    until(lambda: any("does not answer" in trouble for trouble in subscriber.troubles()))
+    other = Engine()
+    other.publisher.publish(stored(VLLM, B))
+    documents["/kv_event_sources"] = sources_of(other)
+    until(lambda: manager.keys(ENGINE) == keys(B))
+    until(lambda: subscriber.troubles() == [])
+    other.publisher.close()
+
+
+def test_a_further_rank_is_found_and_the_others_are_left_alone(
+    manager: ServedManager, engine: Engine, start: Start, pages: tuple[str, dict[str, object]]
+) -> None:
+    url, documents = pages
+    documents["/kv_event_sources"] = sources_of(engine)
+    engine.publisher.publish(stored(VLLM, A))
+    subscriber = start(engine.options(engine_url=url, endpoint="", replay_endpoint="", discovery_seconds=0.1))
+    until(lambda: manager.keys(ENGINE) == keys(A))
+    (first,) = subscriber.engines[0].ranks
+    second = Engine()
+    second.publisher.publish(stored(VLLM, B))
+    documents["/kv_event_sources"] = sources_of(engine, second)
+    until(lambda: manager.keys(ENGINE, 1) == keys(B))
+    documents["/kv_event_sources"] = {}  # an engine that says nothing for a moment
+    until(lambda: subscriber.engines[0]._trouble)
+    assert subscriber.troubles() == []  # its ranks are connected
+    assert subscriber.engines[0].ranks[0] is first
+    documents["/kv_event_sources"] = sources_of(second)
+    until(lambda: manager.keys(ENGINE) == keys(B) and ("10.0.0.9:8000", 1) not in manager.model.known)
+    second.publisher.close()
+
+
+def test_an_engine_that_was_not_up_is_found_when_it_is(
+    manager: ServedManager, engine: Engine, start: Start, pages: tuple[str, dict[str, object]]
+) -> None:
+    url, documents = pages
+    engine.publisher.publish(stored(VLLM, A))
+    subscriber = start(engine.options(engine_url=url, endpoint="", replay_endpoint="", discovery_seconds=0.1))
+    until(lambda: any("does not answer" in trouble for trouble in subscriber.troubles()))
+    documents["/kv_event_sources"] = sources_of(engine)
+    until(lambda: manager.keys(ENGINE) == keys(A))
+    until(lambda: subscriber.troubles() == [])
 
 
 def test_sglang_says_where_it_publishes_and_what_its_blocks_are(
@@ -396,3 +513,4 @@ def test_an_engine_that_cannot_be_read_is_reported_as_stopped(
     monkeypatch.setattr(rank.source, "step", lambda: 1 / 0)
     until(lambda: manager.model.requests[-1].stopped)
     assert any("not read any more" in trouble for trouble in subscriber.troubles())
+    assert page_of(f"http://127.0.0.1:{subscriber.health.port}/livez")[0] == 503  # a restart helps
