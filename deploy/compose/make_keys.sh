@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the keys of Prometheus and of the demo's engine, once: the job `keys` runs it when a manager is ready. A key that
+# Makes the keys of Prometheus, of the demo's engine, of the gateway and of the subscriber, once: the job `keys` runs it when a manager is ready. A key that
 # the managers do not know, because the store was emptied, is made again.
 set -eu
 umask 077
@@ -24,3 +24,7 @@ key() {
 
 key "$1/prometheus.key" 10011 prometheus --role viewer
 key "$2/engine.key" "" demo-engine --role engine --group default --verb match --verb write
+key "$2/gateway.key" "" gateway --role engine --group default --verb score
+key "$2/subscriber.key" "" subscriber --role engine --group default --verb report
+# What clients show to the gateway: any text, of which managers know nothing.
+[ -s "$2/clients.key" ] || python -c 'import secrets; print(secrets.token_urlsafe(32))' > "$2/clients.key"

@@ -1,6 +1,6 @@
 """Prints what the package needs with the extras that are named, so that it can be installed before the code.
 
-python3 requirements.py server tracing
+python3 requirements.py server tracing gateway subscriber
 """
 
 from __future__ import annotations

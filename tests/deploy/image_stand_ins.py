@@ -8,7 +8,7 @@ from pathlib import Path
 
 from composed import composed
 from docker_engine import DockerEngine
-from materials import PIP_CONF, base_archive, base_name, debian_archive, fetch_packages
+from materials import PIP_CONF, SERVER_EXTRAS, base_archive, base_name, debian_archive, fetch_packages
 
 __all__ = ["import_stand_ins"]
 
@@ -67,7 +67,7 @@ def import_stand_ins(engine: DockerEngine, directory: Path) -> None:
 def _import_base(engine: DockerEngine, directory: Path, archive: Path) -> None:
     """Every time: what builds install follows the constraints of the commit."""
     wheels, pip_conf = directory / "wheels", directory / "pip.conf"
-    fetch_packages(wheels, ("server", "tracing", "engine"))
+    fetch_packages(wheels, (*SERVER_EXTRAS, "engine"))
     pip_conf.write_text(PIP_CONF)
     base_archive(archive, f"copy-in {wheels} /", f"upload {pip_conf} /etc/pip.conf")
     engine.import_image(archive, base_name(), (_PATH, 'CMD ["python"]'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,8 @@ from typing import Any
 
 from manifests import Object
 
-from kvcm.config import Settings
+from kvcm.config import ConfigError, Settings
+from kvcm.gateway.settings import GatewaySettings, load_gateway_settings
 
 __all__ = ["RULES", "settings_of"]
 
@@ -212,7 +214,8 @@ def _mounted_files(pod: Object, container: Object) -> Iterator[tuple[str, str]]:
     mounts = {each["name"]: PurePosixPath(each["mountPath"]) for each in container["volumeMounts"]}
     for volume in pod["spec"].get("volumes", ()):
         if "configMap" in volume:
-            yield from ((str(mounts[volume["name"]] / file), "") for file in ("kvcm.conf", "startup.json"))
+            files = ("kvcm.conf", "startup.json", "gateway.toml")
+            yield from ((str(mounts[volume["name"]] / file), "") for file in files)
         for item in volume.get("secret", {}).get("items", ()):
             yield str(mounts[volume["name"]] / item["path"]), volume["secret"]["secretName"]
 
@@ -262,7 +265,7 @@ def the_user_is_the_image_s(objects: Sequence[Object]) -> Iterator[str]:
     for name, pod, container in _containers(objects):
         context = pod["spec"]["securityContext"]
         ids = {context["runAsUser"], context["runAsGroup"], context["fsGroup"]}
-        if container["name"] == "kvcm" and ids != {int(user)}:
+        if container["name"] in ("kvcm", "gateway") and ids != {int(user)}:
             yield f"{name} runs as {ids}, the image as {user}"
 
 
@@ -273,10 +276,59 @@ def a_rollout_keeps_all_replicas(objects: Sequence[Object]) -> Iterator[str]:
         if each["kind"] == "Deployment":
             if spec["strategy"]["rollingUpdate"] != {"maxUnavailable": 0, "maxSurge": 1}:
                 yield f"Deployment {each['metadata']['name']}: {spec['strategy']}"
-            if spec.get("replicas", 3) < 3:
+            least = 2 if each["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway" else 3
+            if spec.get("replicas", least) < least:
                 yield f"Deployment {each['metadata']['name']} has {spec['replicas']} replicas"
         if each["kind"] == "PodDisruptionBudget" and spec["maxUnavailable"] not in (1, "25%"):
             yield f"PodDisruptionBudget {each['metadata']['name']}: {spec['maxUnavailable']}"
+
+
+def gateways_fit_their_settings(objects: Sequence[Object]) -> Iterator[str]:
+    """A gateway can read its file, which names mounted secrets, a manager that is there, and engines in its reach."""
+    for name, pod, container in _containers(objects):
+        if container["name"] != "gateway":
+            continue
+        (text,) = (each["data"]["gateway.toml"] for each in objects if "gateway.toml" in each.get("data", {}))
+        try:
+            settings = _gateway_settings(text)
+        except ConfigError as error:
+            yield f"{name}: {error}"
+            return
+        named = {path for key in _GATEWAY_FILES if (path := getattr(settings, key))}
+        mounted = {path for path, secret in _mounted_files(pod, container) if secret}
+        yield from (f"{name}: {path} is named or mounted alone" for path in named ^ mounted)
+        yield from _mount_faults(name, pod, container)
+        if {port["name"]: port["containerPort"] for port in container["ports"]} != {"gateway": settings.port}:
+            yield f"{name} has ports {container['ports']}"
+        sleep = int(container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", [0, 0])[1])
+        if pod["spec"]["terminationGracePeriodSeconds"] < sleep + settings.drain_timeout_ms / 1000 + 5:
+            yield f"{name} is killed while it drains"
+        yield from _unreached(name, settings, objects)
+
+
+_GATEWAY_FILES = ("api_key_file", "engine_key_file", "manager_key_file", "manager_ca_file")
+
+
+def _gateway_settings(text: str) -> GatewaySettings:
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "gateway.toml"
+        file.write_text(text)
+        return load_gateway_settings(file, {})
+
+
+def _unreached(name: str, settings: GatewaySettings, objects: Sequence[Object]) -> Iterator[str]:
+    services = {f"{each['metadata']['name']}.{each['metadata']['namespace']}.svc:{port['port']}"
+                for each in objects if each["kind"] == "Service" for port in each["spec"]["ports"]}  # fmt: skip
+    if settings.manager and settings.manager not in services:
+        yield f"{name}: no Service {settings.manager}"
+    for each in (one for one in objects if one["kind"] == "NetworkPolicy"):
+        if each["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway":
+            ports = {port["port"] for rule in each["spec"]["egress"] for port in rule["ports"]}
+            yield from (
+                f"{name} may not reach {engine.name}"
+                for engine in settings.engines
+                if int(engine.name.rpartition(":")[2]) not in ports
+            )
 
 
 RULES: Mapping[str, Rule] = {
@@ -285,5 +337,6 @@ RULES: Mapping[str, Rule] = {
         selectors_find_pods, monitors_find_services, ports_have_equal_names, ports_are_the_managers,
         probes_ask_for_pages, settings_exist, drain_fits_the_grace_period, paths_are_mounted, storages_are_mounted,
         images_stay, pods_may_do_nothing, the_user_is_the_image_s, a_rollout_keeps_all_replicas,
+        gateways_fit_their_settings,
     )
 }  # fmt: skip

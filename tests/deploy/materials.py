@@ -15,11 +15,18 @@ from pathlib import Path
 
 from composed import ROOT
 
-__all__ = ["PIP_CONF", "base_archive", "base_name", "debian_archive", "fetch_packages"]
+__all__ = [
+    "PIP_CONF", "SERVER_EXTRAS", "base_archive", "base_name", "debian_archive", "fetch_packages",
+]  # fmt: skip
 
 _MIRROR = "http://deb.debian.org/debian"
 # Debian's Python 3.11.2 wants it for redis; later ones, as the image's, do not.
 _OF_OLDER_PYTHONS = "async-timeout"
+SERVER_EXTRAS = tuple(
+    re.findall(r"requirements\.py ([a-z ]+) > server\.txt", (ROOT / "Dockerfile").read_text())[0].split()
+)
+"""Extras of the package that the server's image has."""
+
 PIP_CONF = "[global]\nno-index = true\nfind-links = /wheels\ndisable-pip-version-check = true\n"
 
 

@@ -6,10 +6,13 @@ import copy
 import itertools
 import json
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from authorities import Authority
+from command_lines import check_gateway
 from invariants import RULES, settings_of
 from manifests import (
     CHART,
@@ -131,6 +134,7 @@ def test_notes_name_every_secret(release: dict[str, Any]) -> None:
     assert [name for name in mounted if name not in release["notes"]] == []
 
 
+_ENGINE = {"url": "http://e:8000", "instance": "i"}
 REFUSED: dict[str, dict[str, Any]] = {
     "replicaCont": {"replicaCont": 3},
     "replicaCount": {"replicaCount": 0},
@@ -145,6 +149,14 @@ REFUSED: dict[str, dict[str, Any]] = {
     "serviceAccount.name is needed": {"serviceAccount": {"create": False}},
     "/drain/closingSeconds": {"drain": {"closingSeconds": 5}},
     "/podSecurityContext/runAsNonRoot": {"podSecurityContext": {"runAsNonRoot": False}},
+    "/gateway/engines": {"gateway": {"enabled": True}},
+    "/gateway/engines/0": {"gateway": {"enabled": True, "engines": [{"url": "http://e:8000"}]}},
+    "/gateway/policy": {"gateway": {"policy": "fastest"}},
+    "manager_ca_file": {"gateway": {"settings": {"manager_ca_file": "/x"}}},
+    "a gateway shows managers a key and no certificate": {
+        "gateway": {"enabled": True, "engines": [_ENGINE]},
+        "tls": {"enabled": True, "existingSecret": "mine", "clients": {"auth": "required", "caSecret": {"name": "c"}}},
+    },
 }
 
 
@@ -171,6 +183,17 @@ ODD: list[dict[str, Any]] = [
             {"name": "b", "mountPath": "/b/c", "size": "1Ti"},
         ]
     },
+    {
+        "gateway": {
+            "enabled": True,
+            "policy": "least_loaded",
+            "engines": [{"url": "http://e:8000"}],
+            "apiKeySecret": {"name": "", "key": "key"},
+            "settings": {"max_buffered_bytes": 1099511627776},
+            "podDisruptionBudget": {"enabled": False},
+            "drain": {"delaySeconds": 0},
+        }
+    },
 ]
 
 
@@ -183,6 +206,59 @@ def test_what_some_clusters_need_can_be_said(tmp_path: Path) -> None:
     assert settings["kvcm.limits.keys_per_second"] == "1099511627776"  # not 1.099511627776e+12
     assert one(releases[4]["objects"], "Certificate")["spec"]["secretName"] == "mine"
     assert settings_of(releases[7]["objects"])["kvcm.storage.allowed_roots"] == "/kv,/b"  # not "/"
+    assert list(RULES["gateways_fit_their_settings"](releases[8]["objects"])) == []
+    text = one(releases[8]["objects"], "ConfigMap", "kvcm-gateway")["data"]["gateway.toml"]
+    assert "max_buffered_bytes = 1099511627776\n" in text
+    assert "insecure = true" in text
+    assert "asks clients for no key" in releases[8]["notes"]
+
+
+def _gateway(objects: list[Object]) -> Object:
+    pod: Object = one(objects, "Deployment", "kvcm-gateway")["spec"]["template"]["spec"]
+    return pod
+
+
+@pytest.mark.parametrize(
+    ("place", "defect"),
+    [
+        (lambda o: one(o, "ConfigMap", "kvcm-gateway")["data"], {"gateway.toml": "engines = ['http://e:9']"}),
+        (lambda o: _gateway(o)["volumes"][1]["secret"]["items"][0], {"path": "other"}),
+        (lambda o: _gateway(o)["containers"][0]["volumeMounts"][0], {"readOnly": False}),
+        (lambda o: _gateway(o)["containers"][0]["ports"][0], {"containerPort": 8000}),
+        (_gateway, {"terminationGracePeriodSeconds": 60}),
+        (lambda o: one(o, "Service")["metadata"], {"name": "other"}),
+        (lambda o: one(o, "NetworkPolicy", "kvcm-gateway")["spec"], {"egress": []}),
+    ],
+)
+def test_defects_of_a_gateway_are_found(
+    releases: dict[str, dict[str, Any]], place: Callable[[list[Object]], Object], defect: Object
+) -> None:
+    objects = copy.deepcopy(releases["gateway"]["objects"])
+    place(objects).update(defect)
+    assert list(RULES["gateways_fit_their_settings"](objects)) != []
+
+
+def test_a_gateway_starts_with_its_file(releases: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    objects = releases["gateway"]["objects"]
+    (container,) = _gateway(objects)["containers"]
+    files = tmp_path / "files"
+    for name in ("clients", "engines", "manager"):
+        (files / name).mkdir(parents=True)
+        (files / name / "key").write_text("kvcm_a_b\n")
+        (files / name / "key").chmod(0o600)
+    (files / "ca").mkdir()
+    (files / "ca/ca.crt").write_bytes(Authority.make(tmp_path / "authority").pem)
+    text = one(objects, "ConfigMap", "kvcm-gateway")["data"]["gateway.toml"]
+    (files / "gateway.toml").write_text(text.replace("/run/secrets/kvcm/", f"{files}/"))
+    check_gateway(container["args"], {"/etc/kvcm": files}, tmp_path / "log")
+
+
+def test_a_gateway_is_off_unless_it_is_wanted(releases: dict[str, dict[str, Any]]) -> None:
+    assert not [each for each in releases["everything"]["objects"] if "gateway" in each["metadata"]["name"]]
+    kinds = [each["kind"] for each in releases["gateway"]["objects"] if each["metadata"]["name"] == "kvcm-gateway"]
+    assert sorted(kinds) == [
+        "ConfigMap", "Deployment", "NetworkPolicy", "PodDisruptionBudget", "Service", "ServiceMonitor",
+    ]  # fmt: skip
 
 
 CHANGED: dict[str, Any] = {

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from command_lines import check_gateway, check_subscriber
 from composed import COMPOSE_FILE, JOBS, MANAGERS, ROOT, bind_mounts, composed, settings_of, words_of
 
 from kvcm.config import Settings
+from kvcm.connectors.events.options import parse_arguments
+from kvcm.gateway.settings import EngineAddress
 from kvcm.model.storages import NfsStorageSpec
 from kvcm.registry.startup_document import parse_startup_document
 
@@ -193,6 +196,47 @@ def test_an_image_of_ours_is_built_by_one_service_that_the_others_wait_for() -> 
 def _awaited(services: dict[str, Service], name: str) -> set[str]:
     others = set(services[name].get("depends_on", {}))
     return others.union(*(_awaited(services, other) for other in others))
+
+
+def _made_keys(directory: Path) -> dict[str, Path]:
+    """Return the volume of keys with a file of each name that the job makes."""
+    names = re.findall(r"\$2/([a-z]+\.key)", (ROOT / "deploy/compose/make_keys.sh").read_text())
+    for name in names:
+        (directory / name).write_text("kvcm_a_b\n")
+        (directory / name).chmod(0o600)
+    return {"/keys": directory}
+
+
+def test_the_gateway_starts_with_its_command_line(tmp_path: Path) -> None:
+    service = composed()["services"]["gateway"]
+    assert {"type": "volume", "source": "keys", "target": "/keys", "read_only": True} in service["volumes"]
+    check_gateway(words_of(service), _made_keys(tmp_path), tmp_path / "log")
+
+
+def test_the_subscriber_starts_with_its_command_line(tmp_path: Path) -> None:
+    service = composed()["services"]["subscriber"]
+    assert service["entrypoint"] == ["kvcm-subscriber"]
+    words = [word for word in words_of(service) if not word.startswith("--manager=")]
+    log = tmp_path / "log"
+    check_subscriber([*words, "--manager=127.0.0.1:1"], _made_keys(tmp_path), log)
+
+
+def test_the_subscriber_reports_engines_under_the_names_that_the_gateway_asks_for() -> None:
+    services = composed()["services"]
+    (engine,) = [word.removeprefix("--engine=") for word in words_of(services["gateway"]) if "--engine=" in word]
+    asked = EngineAddress.parse(engine)
+    options = parse_arguments([word for word in words_of(services["subscriber"]) if "--key-file" not in word])
+    (reported,) = options.engines
+    assert (reported.engine_address, reported.instance_id) == (asked.name, asked.instance)
+    assert options.managers == tuple(f"{name}:6381" for name in MANAGERS)
+    for name in ("gateway", "subscriber"):
+        assert services[name]["profiles"] == ["routing"]
+
+
+def test_keys_of_the_gateway_and_the_subscriber_may_do_what_they_do_and_nothing_else() -> None:
+    script = (ROOT / "deploy/compose/make_keys.sh").read_text()
+    verbs = dict(re.findall(r'key "\$2/([a-z]+)\.key" .* --verb ([a-z]+)$', script, re.MULTILINE))
+    assert (verbs["gateway"], verbs["subscriber"]) == ("score", "report")
 
 
 def test_prometheus_scrapes_every_manager_with_its_key() -> None:

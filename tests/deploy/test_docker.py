@@ -124,6 +124,13 @@ def test_an_engine_that_is_restarted_loads_what_it_stored(reader: Reader) -> Non
     until(lambda: _loaded(reader) > 1500, "the new process has loaded", 300)
 
 
+def test_a_gateway_and_a_subscriber_start_without_an_engine(reader: Reader) -> None:
+    reader.types("docker compose exec manager-1 kvcm instance register")
+    until(lambda: "does not answer" in _log(reader, "subscriber"), "the subscriber misses the engine", 60)
+    until(lambda: "serving" in _log(reader, "gateway"), "the gateway serves", 60)
+    reader.types("docker compose --profile routing rm")
+
+
 def test_someone_signs_in_to_the_console(reader: Reader) -> None:
     reader.types_password("docker compose exec manager-1 kvcm account add grace")
     accounts = reader.requires_credentials("docker compose exec manager-1 kvcm account list")
@@ -215,13 +222,16 @@ def _answer(reader: Reader, url: str) -> Any:
     )
 
 
-def _log(reader: Reader) -> str:
-    return reader.engine.run("docker", "logs", "kvcm-engine-1").stdout
+def _log(reader: Reader, service: str) -> str:
+    logged = reader.engine.run("docker", "logs", f"kvcm-{service}-1")
+    return logged.stdout + logged.stderr
 
 
 def _loaded(reader: Reader) -> int:
-    return max((int(each.replace(",", "")) for each in re.findall(r"loaded ([\d,]+) of", _log(reader))), default=0)
+    return max(
+        (int(each.replace(",", "")) for each in re.findall(r"loaded ([\d,]+) of", _log(reader, "engine"))), default=0
+    )
 
 
 def _turns(reader: Reader) -> int:
-    return len(re.findall(r"turn \d+:", _log(reader)))
+    return len(re.findall(r"turn \d+:", _log(reader, "engine")))

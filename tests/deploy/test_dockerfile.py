@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from composed import ROOT
+from materials import SERVER_EXTRAS
 
 from kvcm.probe import probe
 
@@ -32,14 +33,32 @@ def test_the_default_target_is_the_server() -> None:
     assert set(re.findall(r"^USER (.*)$", TEXT, re.MULTILINE)) == {"10001:10001"}
 
 
-def test_the_server_has_no_torch() -> None:
+def _packages(*extras: str) -> set[str]:
+    """Return the names of the packages that the image with these extras installs."""
     listed = subprocess.run(
-        [sys.executable, ROOT / "deploy/images/requirements.py", "server", "tracing"],
+        [sys.executable, ROOT / "deploy/images/requirements.py", *extras],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    names = {re.split(r"[<>=\[]", line)[0] for line in listed.stdout.splitlines()}
+    return {re.split(r"[<>=\[]", line)[0] for line in listed.stdout.splitlines()}
+
+
+def test_the_server_has_no_torch() -> None:
+    names = _packages(*SERVER_EXTRAS)
     assert {"grpcio", "uvicorn", "opentelemetry-sdk"} <= names
-    assert not names & {"torch", "transformers", "numba"}
+    assert not names & {"torch", "transformers", "numba", "matplotlib"}
+
+
+@pytest.mark.parametrize("extra", ["gateway", "subscriber"])
+def test_the_gateway_and_the_subscriber_start_from_the_server(extra: str) -> None:
+    assert _packages(extra) <= _packages(*SERVER_EXTRAS)
+    assert {"gateway": "aiohttp", "subscriber": "pyzmq"}[extra] in _packages(*SERVER_EXTRAS)
+
+
+def test_packages_of_the_gateway_and_the_subscriber_are_pinned() -> None:
+    lines = (ROOT / ".ci/constraints.txt").read_text().splitlines()
+    pinned, wanted = ({re.sub("[-_.]+", "-", name.partition("==")[0].lower()) for name in names}
+                      for names in (lines, _packages("gateway", "subscriber")))  # fmt: skip
+    assert wanted - pinned == set()
 
 
 @pytest.mark.parametrize(

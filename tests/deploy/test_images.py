@@ -21,6 +21,7 @@ from composed import MANAGERS, ROOT
 from composition import Composition
 from container_stand_in import Container, Network, Recipe
 from image_build import Image, Workshop, can_build
+from materials import SERVER_EXTRAS
 from pods import may_isolate
 from scraped import missing_series, scraped_managers
 from waiting import until
@@ -47,9 +48,9 @@ print(u.urlopen(request).read().decode())
 def _images() -> Iterator[dict[str, Image]]:
     workshop = Workshop(ROOT / "build/images")
     try:
-        images = {"server": workshop.built("server", ("server", "tracing"), VERSION)}
+        images = {"server": workshop.built("server", SERVER_EXTRAS, VERSION)}
         if IS_THOROUGH:
-            images["engine"] = workshop.built("engine", ("server", "tracing", "engine"), VERSION)
+            images["engine"] = workshop.built("engine", (*SERVER_EXTRAS, "engine"), VERSION)
         rows = [row for name, image in images.items() for row in _rows(name, image)]
         (ROOT / "build/images.json").write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         yield images
@@ -104,7 +105,7 @@ def test_what_the_image_says_of_itself(image: Image) -> None:
 def test_the_package_is_root_s_and_has_no_engine(image: Image) -> None:
     assert not [path for path in (image.root / "opt/kvcm").rglob("*") if path.lstat().st_uid]
     names = {path.name.lower() for path in (image.root / "opt/kvcm/lib/python3.11/site-packages").iterdir()}
-    assert {"kvcm", "connectors", "opentelemetry"} <= names
+    assert {"kvcm", "connectors", "opentelemetry", "aiohttp", "zmq"} <= names
     assert not names & {"torch", "transformers", "numba", "pip"}
 
 
@@ -127,6 +128,23 @@ def test_it_serves_is_healthy_writes_nowhere_else_and_drains(image: Image, conta
         "Uid", *["10001"] * 4, "CapEff", "0" * 16, "CapBnd", "0" * 16, "NoNewPrivs", "1",
     ]  # fmt: skip
     assert container.stop() == 0, container.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["kvcm", "gateway", "--policy", "round_robin", "--engine", "http://127.0.0.1:8000"], "serving"),
+        (
+            ["kvcm-subscriber", "--manager=127.0.0.1:6381", "--engine=vllm", "--engine-address=127.0.0.1:8000",
+             "--instance-id=model", "--engine-url=http://127.0.0.1:8000", "--block-tokens=16"],
+            "health and metrics are served",
+        ),
+    ],
+)  # fmt: skip
+def test_the_gateway_and_the_subscriber_start_and_end(container: Container, words: list[str], said: str) -> None:
+    ran = container.execute(["timeout", "--preserve-status", "5", *words])
+    assert ran.returncode == 0, ran
+    assert said in ran.stdout + ran.stderr
 
 
 @pytest.fixture(scope="module", name="composition")
@@ -152,7 +170,8 @@ def test_three_managers_serve_as_composed(composition: Composition) -> None:
     assert of_files == {
         "admin.key": (0o400, 10001), "store.uri": (0o400, 10001), "valkey.conf": (0o440, 10010),
         "valkey.password": (0o440, 10010), "grafana.password": (0o440, 10012), "prometheus.key": (0o440, 10011),
-        "engine.key": (0o600, 10001),
+        "engine.key": (0o600, 10001), "gateway.key": (0o600, 10001), "subscriber.key": (0o600, 10001),
+        "clients.key": (0o600, 10001),
     }  # fmt: skip
     refused = composition.running["valkey"].execute(["cat", "/secrets/admin.key"])
     assert "Permission denied" in refused.stderr

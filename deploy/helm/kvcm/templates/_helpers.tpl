@@ -118,6 +118,50 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end -}}
 
+{{- define "kvcm.gateway" -}}
+{{- include "kvcm.fullname" . }}-gateway
+{{- end -}}
+
+{{/* The gateway's configuration file: TOML, in which strings and numbers are written as in JSON. */}}
+{{- define "kvcm.gatewayToml" -}}
+{{- $gateway := .Values.gateway -}}
+{{- $settings := dict
+  "host" "0.0.0.0"
+  "port" 8080
+  "policy" $gateway.policy
+  "log_format" "json"
+  "drain_timeout_ms" (mul $gateway.drain.timeoutSeconds 1000) -}}
+{{- if $gateway.apiKeySecret.name -}}
+{{- $_ := set $settings "api_key_file" "/run/secrets/kvcm/clients/key" -}}
+{{- else -}}
+{{- $_ := set $settings "insecure" true -}}
+{{- end -}}
+{{- if $gateway.engineKeySecret.name -}}
+{{- $_ := set $settings "engine_key_file" "/run/secrets/kvcm/engines/key" -}}
+{{- end -}}
+{{- if eq $gateway.policy "kvcm" -}}
+{{- $_ := set $settings "manager" (printf "%s.%s.svc:6381" (include "kvcm.fullname" .) .Release.Namespace) -}}
+{{- $_ := set $settings "manager_key_file" "/run/secrets/kvcm/manager/key" -}}
+{{- if .Values.tls.enabled -}}
+{{- if eq .Values.tls.clients.auth "required" -}}
+{{- fail "gateway.policy is kvcm and tls.clients.auth is required: a gateway shows managers a key and no certificate; set auth to optional, or another policy" -}}
+{{- end -}}
+{{- $_ := set $settings "manager_ca_file" "/run/secrets/kvcm/ca/ca.crt" -}}
+{{- end -}}
+{{- end -}}
+{{- range $key, $value := merge $settings (deepCopy $gateway.settings) }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- range $gateway.engines }}
+
+[[engines]]
+url = {{ toJson .url }}
+{{- with .instance }}
+instance = {{ toJson . }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* A probe's question. Where everybody has to show a certificate, the kubelet has none: the manager's own is shown. */}}
 {{- define "kvcm.probe" -}}
 {{- if and .root.Values.tls.enabled (eq .root.Values.tls.clients.auth "required") -}}
