@@ -20,7 +20,8 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from kvcm.optimizer.pooling import Router, homes_of
+from kvcm.gateway.policies import ConsistentHash, EngineLoad, Prompt
+from kvcm.optimizer.pooling import affinities_of
 from kvcm.optimizer.readers import trace_of_lines
 from kvcm.optimizer.trace import Int32Column, Int64Column, Trace
 from kvcm.protocol import meta_service_pb2 as pb
@@ -38,6 +39,7 @@ CALLS: Final = ("GetCacheLocation", "StartWriteCache", "FinishWriteCache")
 
 _CALL_SECONDS = 60.0
 _SESSION_SECONDS = 120
+_DEEPEST = 64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -235,11 +237,29 @@ def planned(trace: Trace, fleet: Fleet, trace_seconds: float, moved: float = MOV
 
 def _engines_of(trace: Trace, engines: int, instance: int, moved: float) -> Int32Column:
     """Return the engine of each request: that of its session (of its first blocks), or now and then any."""
-    homes = homes_of(trace, Router("affinity"), engines, affinity_blocks=None, seed=instance)
+    names = [EngineLoad(f"{instance}-{engine}") for engine in range(engines)]
+    numbers = {load.engine: engine for engine, load in enumerate(names)}
+    keys = affinities_of(trace, _tokens_that_spread(trace, engines))
+    homes = np.array([numbers[ConsistentHash().choose(Prompt(key), names)] for key in keys], np.int32)
     draw = np.random.default_rng(instance)
     is_moved = draw.random(len(trace)) < moved
     homes[is_moved] = draw.integers(0, engines, int(is_moved.sum()))
     return homes
+
+
+def _tokens_that_spread(trace: Trace, engines: int) -> int:
+    """Return how many first tokens keep requests together that name no session.
+
+    They are so many that no engine gets more than its share for the sake of one prefix: where all requests begin with
+    one system prompt, that keeps nothing apart.
+    """
+    unnamed = (trace.sessions < 0) & (np.diff(trace.offsets) > 0)
+    for blocks in range(1, _DEEPEST):
+        last = trace.offsets[:-1] + np.minimum(np.diff(trace.offsets), blocks) - 1
+        prefixes = trace.blocks[last[unnamed]]
+        if np.unique(prefixes, return_counts=True)[1].max(initial=0) * engines <= len(prefixes):
+            return blocks * trace.block_tokens
+    return _DEEPEST * trace.block_tokens
 
 
 def _pieces_of(chains: Chains, instance: int, needed: Sequence[Int64Column], first: int) -> Iterator[Piece]:

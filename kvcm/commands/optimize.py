@@ -1,7 +1,8 @@
 """`kvcm optimize`: the hit rates of policies, capacities and tiers on recorded traces, and their value in money.
 
 With `--from`, it proposes settings for a running manager (`tune`); with `--sample`, it estimates instead of replaying;
-with `--csv-original`, it writes the files of the original optimizer. The packages that replay are imported on demand.
+with `--routing`, it replays engines behind policies of the gateway; with `--csv-original`, it writes the files of the
+original optimizer. The packages that replay are imported on demand.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from kvcm.terminal.exit_codes import (
 if TYPE_CHECKING:
     from kvcm.optimizer.groups.original import OriginalConfig
     from kvcm.optimizer.live.proposals import ManagerState, Proposal
+    from kvcm.optimizer.pooling import PoolingRow
     from kvcm.optimizer.results import Replay
     from kvcm.optimizer.study import Estimate, Progress, Sampling, Study, StudyMode, StudyOptions
     from kvcm.optimizer.trace import Trace
@@ -152,9 +154,37 @@ class StudyArguments:
             "--engines",
             rich_help_panel=_STUDY,
             metavar="N",
-            help="Engines whose local caches are compared with one pool.",
+            help="Engines whose own memory is compared with one pool.",
         ),
     ] = 4
+    routing: Annotated[
+        str,
+        typer.Option(
+            "--routing",
+            rich_help_panel=_STUDY,
+            metavar="LIST",
+            help="Replay engines behind policies of kvcm gateway: round_robin, least_loaded, consistent_hash, kvcm; "
+            "or all. Rows are then of these.",
+        ),
+    ] = ""
+    engine_capacity: Annotated[
+        str,
+        typer.Option(
+            "--engine-capacity",
+            rich_help_panel=_STUDY,
+            metavar="SIZE",
+            help="Of each engine's own memory, in blocks or %; its part of the pool's otherwise.",
+        ),
+    ] = ""
+    pool_capacity: Annotated[
+        str,
+        typer.Option(
+            "--pool-capacity",
+            rich_help_panel=_STUDY,
+            metavar="SIZE",
+            help="Of the pool behind the engines; what a report recommends, or 10%, otherwise.",
+        ),
+    ] = ""
     workers: Annotated[
         int,
         typer.Option("--workers", rich_help_panel=_STUDY, metavar="N", help="Threads that replay; 0 for one per core."),
@@ -202,8 +232,12 @@ class Outputs:
         """The files to write."""
         return tuple(path for path in (self.report, self.json_file, self.csv_file) if path is not None)
 
-    def or_default(self, traces: Sequence[Path]) -> Outputs:
-        """Return these outputs; without any, all three, named like the trace, or like the command for several traces.
+    def or_default(self, traces: Sequence[Path], *, has_report: bool = True) -> Outputs:
+        """Return these outputs; without any, all, named like the trace, or like the command for several traces.
+
+        Args:
+            traces: that are read.
+            has_report: whether the report is one of all.
 
         Raises:
             OptionError: one of them cannot be written, or is a trace.
@@ -214,7 +248,7 @@ class Outputs:
         if not (self.written or self.csv_original):
             stem = display_name(traces[0].name) if len(traces) == 1 else "optimize"
             report, json_file, csv_file = (Path(f"{stem}.{ending}") for ending in ("html", "json", "csv"))
-            found = replace(self, report=report, json_file=json_file, csv_file=csv_file)
+            found = replace(self, report=report if has_report else None, json_file=json_file, csv_file=csv_file)
         # Checked before hours of replays.
         for path in found.written:
             if not path.parent.is_dir():
@@ -259,7 +293,7 @@ def _sampling_of(sample: Sample, outputs: Outputs, traces: Sequence[Path]) -> tu
         raise OptionError(
             f"--sample {sample.sample}: writes neither a report nor the original's rows; allowed: --json and --csv"
         )
-    return sampling, replace(outputs.or_default(traces), report=None)
+    return sampling, outputs.or_default(traces, has_report=False)
 
 
 def estimate(
@@ -301,6 +335,52 @@ def _print_estimates(trace: Trace, estimates: Sequence[Estimate], sampling: Samp
     )
     print_below(
         "bar: how far samples differ (95 % t interval) and coarseness in size; it leaves out what all samples miss"
+    )
+
+
+# `kvcm optimize --routing`: engines behind policies of the gateway.
+
+
+def _check_routing(asking: StudyArguments, sample: Sample, outputs: Outputs) -> None:
+    """Do nothing where the other options agree with `--routing`.
+
+    Raises:
+        OptionError: one of them does not.
+    """
+    for option, is_given in {"--sample": sample.sample, "--csv-original": outputs.csv_original}.items():
+        if is_given:
+            raise OptionError(f"--routing {asking.routing}: not together with {option}; allowed: one of them")
+
+
+def _print_routed(trace: Trace, rows: Sequence[PoolingRow]) -> None:
+    """Print where tokens came from by policy, and how load was spread."""
+    first = next(row for row in rows if row.local_blocks)
+    pool = max(row.pool_blocks for row in rows)
+    typer.echo(
+        f"{trace.name}: {len(trace):,} requests on {len(first.routed_requests)} engines of {first.local_blocks:,} "
+        f"blocks, a pool of {pool:,}; {trace.unique_blocks:,} unique blocks"
+    )
+    columns = ("policy", "blocks in", "own memory", "pool", "computed", "most requests", "most computed", "wait")
+    print_table(
+        columns,
+        [
+            (
+                row.routing.label,
+                row.topology.value,
+                f"{row.local_share:.1%}",
+                f"{row.pool_share:.1%}" if row.pool_blocks else "",
+                f"{row.computed_share:.1%}",
+                f"{row.request_imbalance:.2f}",
+                f"{row.imbalance:.2f}",
+                f"{row.mean_wait_seconds:.3f} s",
+            )
+            for row in rows
+        ],
+        words=("blocks in",),
+    )
+    print_below(
+        "own memory, pool, computed: of the prompts' tokens; the pool's come over the network",
+        "most: of the busiest engine, 1 is even; wait: for prompts before, on average",
     )
 
 
@@ -600,7 +680,7 @@ def optimize(
         list[Path] | None, typer.Argument(metavar="TRACE", help="Recorded accesses, plain or .gz; several.")
     ] = None,
 ) -> None:
-    """Replay traces, and compare caches: policy, capacity, tiers, pooling, GPUs and money.
+    """Replay traces, and compare caches: policy, capacity, tiers, pooling, routing, GPUs and money.
 
     With --from, propose better settings for a running manager, by the accesses that it keeps.
     """
@@ -614,28 +694,36 @@ def optimize(
     traces = traces or []
     with exit_on_errors(CANNOT_RUN):
         _require_optimizer()
+        if asking.routing:
+            _check_routing(asking, sample, outputs)
         if sample.sample:
             _estimate(traces, reading, _options(asking), *_sampling_of(sample, outputs, traces))
             return
-        outputs = outputs.or_default(traces)
+        outputs = outputs.or_default(traces, has_report=not asking.routing)
         options = _options(asking)
         if outputs.csv_original is not None or outputs.original_config is not None:
             _write_original(traces, reading, options, outputs)
         if not outputs.written:
             return
+        results: list[tuple[Trace, Sequence[Any]]]
         with step_progress(TaskProgressColumn()) as progress:
             loaded = _load_all(traces, reading, progress)
-            if outputs.report is not None:
-                replayed = _report(loaded, options, outputs.report, progress)
+            studies = [] if outputs.report is None else _report(loaded, options, outputs.report, progress)
+            if asking.routing:
+                results = [*_routed(loaded, options, studies)]
             else:
-                replayed = _replay_all(loaded, options, progress)
-        _write_rows(replayed, outputs)
-    for trace, replays in replayed:
-        _print_rows(trace, replays)
+                results = [(study.trace, study.replays) for study in studies] or [
+                    *_replay_all(loaded, options, progress)
+                ]
+        _write_rows(results, outputs)
+    for trace, rows in results:
+        (_print_routed if asking.routing else _print_rows)(trace, rows)
     _print_written(outputs)
 
 
 def _tune(connection: Connection, live: Live, asking: StudyArguments, sample: Sample, outputs: Outputs) -> None:
+    if asking.routing:
+        exit_cannot_run(f"--routing {asking.routing}: --from replays no engines; allowed: with traces")
     if sample.sample:
         exit_cannot_run(f"--sample {sample.sample}: --from estimates nothing; allowed: with traces")
     if outputs.csv_original:
@@ -669,6 +757,7 @@ def _require_optimizer() -> None:
 
 def _options(asking: StudyArguments) -> StudyOptions:
     from kvcm.optimizer.options import parse_policies
+    from kvcm.optimizer.pooling import parse_routing
     from kvcm.optimizer.roi import parse_deployment
     from kvcm.optimizer.study import StudyOptions
 
@@ -681,6 +770,9 @@ def _options(asking: StudyArguments) -> StudyOptions:
         deployment_name=asking.deployment,
         tiers=asking.tiers,
         engines=asking.engines,
+        routing=parse_routing(asking.routing or "all"),
+        engine_capacity=asking.engine_capacity,
+        pool_capacity=asking.pool_capacity,
     )
 
 
@@ -738,19 +830,31 @@ def _replay_all(
     return [(trace, replays_of(trace, options, progress)) for trace in traces]
 
 
-def _report(
-    traces: Sequence[Trace], options: StudyOptions, path: Path, progress: Progress
-) -> list[tuple[Trace, tuple[Replay, ...]]]:
+def _routed(
+    traces: Sequence[Trace], options: StudyOptions, studies: Sequence[Study]
+) -> list[tuple[Trace, list[PoolingRow]]]:
+    """Return the rows of engines with memory of their own: those of the studies, if there are any."""
+    from kvcm.optimizer.study import pooling_of
+
+    found = [study.pooling for study in studies] or [pooling_of(trace, options) for trace in traces]
+    return [
+        (trace, [row for row in pooling.rows if row.local_blocks]) for trace, pooling in zip(traces, found, strict=True)
+    ]
+
+
+def _report(traces: Sequence[Trace], options: StudyOptions, path: Path, progress: Progress) -> list[Study]:
     from kvcm.optimizer.report import page
     from kvcm.optimizer.study import study_of
     from kvcm.optimizer.writers import write_atomic
 
-    studies: list[Study] = [study_of(trace, options, progress) for trace in traces]
+    studies = [study_of(trace, options, progress) for trace in traces]
     write_atomic(path, page(studies, progress))
-    return [(study.trace, study.replays) for study in studies]
+    return studies
 
 
-def _write_rows(results: Sequence[tuple[Trace, Sequence[Replay] | Sequence[Estimate]]], outputs: Outputs) -> None:
+def _write_rows(
+    results: Sequence[tuple[Trace, Sequence[Replay] | Sequence[Estimate] | Sequence[PoolingRow]]], outputs: Outputs
+) -> None:
     from kvcm.optimizer.report import rows_of, write_json
     from kvcm.optimizer.writers import write_csv
 

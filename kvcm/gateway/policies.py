@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import xxhash
 
 __all__ = [
+    "DEFAULT_LOAD_FACTOR",
+    "DEFAULT_PREFIX_CHARACTERS",
+    "REGISTRY",
     "ConsistentHash",
     "EngineLoad",
     "LeastLoaded",
@@ -24,6 +27,11 @@ __all__ = [
     "expected_wait_seconds",
     "rendezvous_weight",
 ]
+
+DEFAULT_LOAD_FACTOR: Final = 1.25
+"""Of bounded loads."""
+DEFAULT_PREFIX_CHARACTERS: Final = 1024
+"""Of a prompt that make its affinity where it names no session."""
 
 
 @dataclass(frozen=True, slots=True)

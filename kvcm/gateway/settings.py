@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvcm.config import ConfigError
+from kvcm.gateway.policies import DEFAULT_LOAD_FACTOR, DEFAULT_PREFIX_CHARACTERS
 
 __all__ = ["POLICIES", "EngineAddress", "GatewaySecrets", "GatewaySettings", "load_gateway_settings"]
 
@@ -173,8 +174,8 @@ class GatewaySettings:
     score_timeout_ms: int = _setting(100, _MS)
     tokenize_timeout_ms: int = _setting(200, _MS)
     compute_tokens_per_second: float = _setting(10_000.0, _quantity(1, 1e9))
-    hash_prefix_characters: int = _setting(1024, _number(1, 1 << 20))
-    hash_load_factor: float = _setting(1.25, _quantity(1, 1000, or_zero=True))
+    hash_prefix_characters: int = _setting(DEFAULT_PREFIX_CHARACTERS, _number(1, 1 << 20))
+    hash_load_factor: float = _setting(DEFAULT_LOAD_FACTOR, _quantity(1, 1000, or_zero=True))
     max_in_flight: int = _setting(1024, _COUNT)
     max_in_flight_per_engine: int = _setting(256, _COUNT)
     max_queued: int = _setting(1024, _number(0, 1 << 20))

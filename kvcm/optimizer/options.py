@@ -10,7 +10,15 @@ from difflib import get_close_matches
 
 from kvcm.optimizer.errors import OptionError
 
-__all__ = ["DEFAULT_CAPACITIES", "POLICY_NAMES", "PolicySpec", "parse_capacities", "parse_policies", "parse_policy"]
+__all__ = [
+    "ALLOWED_CAPACITIES",
+    "DEFAULT_CAPACITIES",
+    "POLICY_NAMES",
+    "PolicySpec",
+    "parse_capacities",
+    "parse_policies",
+    "parse_policy",
+]
 
 POLICY_NAMES = ("lru", "leaf_lru", "belady", "lfu", "lfu_aging", "fifo", "sieve", "s3fifo", "ttl", "random_lru")
 
@@ -138,7 +146,7 @@ def _with_option(spec: PolicySpec, option: str) -> PolicySpec:
 # Capacities as they are asked for: blocks, or per cent of a trace's unique blocks.
 
 DEFAULT_CAPACITIES = "1%,2%,5%,10%,20%,50%,100%"
-_ALLOWED = "blocks such as 5000, or a share of the unique blocks such as 10%"
+ALLOWED_CAPACITIES = "blocks such as 5000, or a share of the unique blocks such as 10%"
 
 
 def _percent_of(unique_blocks: int, percent: Decimal) -> int:
@@ -165,4 +173,4 @@ def _capacity(text: str, unique_blocks: int) -> int:
         return _percent_of(unique_blocks, number)
     if is_whole and not text.endswith("%") and 1 <= number < 1 << 31:
         return int(number)
-    raise OptionError(f"capacities: {text!r} is none; allowed: {_ALLOWED}")
+    raise OptionError(f"capacities: {text!r} is none; allowed: {ALLOWED_CAPACITIES}")

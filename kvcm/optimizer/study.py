@@ -17,8 +17,15 @@ from kvcm.optimizer.errors import OptimizerError, OptionError, TraceError
 from kvcm.optimizer.groups import replay_group
 from kvcm.optimizer.live.traces import replay_all_in_manager
 from kvcm.optimizer.locality import Locality, PrefixTree, locality_of, valuable_prefixes
-from kvcm.optimizer.options import DEFAULT_CAPACITIES, PolicySpec, parse_capacities, parse_policies, parse_policy
-from kvcm.optimizer.pooling import Engines, PoolingStudy, compare_pooling
+from kvcm.optimizer.options import (
+    ALLOWED_CAPACITIES,
+    DEFAULT_CAPACITIES,
+    PolicySpec,
+    parse_capacities,
+    parse_policies,
+    parse_policy,
+)
+from kvcm.optimizer.pooling import DEFAULT_ROUTING, Engines, PoolingStudy, Routing, Topology, compare_pooling
 from kvcm.optimizer.replay import Job, Mode, replay_all
 from kvcm.optimizer.results import Curve, Replay
 from kvcm.optimizer.roi import (
@@ -70,6 +77,7 @@ __all__ = [
     "display_name",
     "estimates_of",
     "parse_sampling",
+    "pooling_of",
     "recommended",
     "replays_of",
     "rows_of",
@@ -100,7 +108,10 @@ class StudyOptions:
         deployment: in which hits are worth something.
         deployment_name: for people.
         tiers: of a hierarchy, as `parse_tiers` reads them; empty for those that are assumed.
-        engines: to spread requests over, with caches of their own or one pool.
+        engines: to spread requests over, with memory of their own or one pool.
+        routing: policies that spread them.
+        engine_capacity: of each engine's own memory, as `capacities`; empty for its part of the pool.
+        pool_capacity: of the pool, as `capacities`; empty for the recommended one, or 10 % where there is none.
     """
 
     policies: tuple[PolicySpec, ...] = field(default_factory=lambda: parse_policies(_DEFAULT_POLICIES))
@@ -111,6 +122,9 @@ class StudyOptions:
     deployment_name: str = "deepseek_v3"
     tiers: str = ""
     engines: int = 4
+    routing: tuple[Routing, ...] = DEFAULT_ROUTING
+    engine_capacity: str = ""
+    pool_capacity: str = ""
 
 
 def display_name(name: str) -> str:
@@ -398,25 +412,54 @@ def _estimate(curve: SampledCurve, place: int) -> Estimate:
     )
 
 
-# What it is worth that engines share one pool.
+# What it is worth that engines share one pool, and that requests go where their KV is.
+
+_USUAL_POOL = "10%"
 
 
-def _pooling_of(trace: Trace, options: StudyOptions, capacity_blocks: int) -> PoolingStudy:
-    """Compare caches of single engines with one pool that is as large as all of them together.
+def pooling_of(trace: Trace, options: StudyOptions, recommended_blocks: int = 0) -> PoolingStudy:
+    """Replay engines behind each policy of the gateway, and compare their memory with one pool.
 
     Args:
         trace: that is replayed.
-        options: how many engines there are.
-        capacity_blocks: of the pool.
+        options: how many engines there are, how much they and the pool hold, and what spreads requests.
+        recommended_blocks: capacity of the pool where the options give none; 0 for none.
 
     Raises:
-        OptionError: a number of engines that is none.
+        OptionError: a number of engines or a capacity that is none.
         TraceError: requests read otherwise than a prefix.
     """
-    local = max(1, capacity_blocks // max(1, options.engines))
-    engines = Engines(options.engines, local, options.deployment.prefill_tokens_per_second)
-    kv_bytes = max(1, round(options.deployment.kv_bytes_per_token))
-    return compare_pooling(trace, engines, kv_bytes_per_token=kv_bytes, workers=options.workers)
+    pool_blocks = recommended_blocks
+    if options.pool_capacity or not pool_blocks:
+        pool_blocks = _one_capacity("--pool-capacity", options.pool_capacity or _USUAL_POOL, trace)
+    engine_blocks = max(1, pool_blocks // max(1, options.engines))
+    if options.engine_capacity:
+        engine_blocks = _one_capacity("--engine-capacity", options.engine_capacity, trace)
+    deployment = options.deployment
+    engines = Engines(
+        count=options.engines,
+        local_blocks=engine_blocks,
+        # Without capacities of their own, both sides have as much in total.
+        pool_blocks=pool_blocks if options.pool_capacity or options.engine_capacity else None,
+        throughput_tokens_per_second=deployment.prefill_tokens_per_second,
+        kv_bytes_per_token=deployment.kv_bytes_per_token,
+        load_bytes_per_second=deployment.bandwidth_bytes_per_second * deployment.usable_share,
+        load_latency_seconds=deployment.latency_seconds,
+        seconds_per_output_token=deployment.output_token_seconds,
+    )
+    topologies = (Topology.LOCAL, Topology.BOTH)
+    found = compare_pooling(trace, engines, routing=options.routing, topologies=topologies, workers=options.workers)
+    # A pool alone finds the same whatever spreads the requests.
+    alone = compare_pooling(trace, engines, routing=options.routing[:1], topologies=(Topology.POOL,))
+    return PoolingStudy(found.engines, (*found.rows, *alone.rows))
+
+
+def _one_capacity(option: str, text: str, trace: Trace) -> int:
+    try:
+        (blocks,) = parse_capacities(text, trace.unique_blocks)
+    except (OptionError, ValueError):
+        raise OptionError(f"{option} is {text!r}; allowed: {ALLOWED_CAPACITIES}") from None
+    return blocks
 
 
 # What a hierarchy of caches gives, and how to split capacity and money among its levels.
@@ -686,9 +729,6 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = _ignore_p
     progress("studying", 4, _STEPS)
     tiering = _tiering_of(trace, options)
     progress("studying", 5, _STEPS)
-    pool_blocks = (
-        recommendation.capacity_blocks if recommendation and recommendation.pays else trace.unique_blocks // 10
-    )
     found = Study(
         trace=trace,
         options=options,
@@ -703,7 +743,7 @@ def study_of(trace: Trace, options: StudyOptions, progress: Progress = _ignore_p
         swings=swings,
         grid=cells,
         tiering=tiering,
-        pooling=_pooling_of(trace, options, pool_blocks),
+        pooling=pooling_of(trace, options, recommendation.capacity_blocks if recommendation else 0),
     )
     progress("studying", _STEPS, _STEPS)
     return found

@@ -16,6 +16,7 @@ from kvcm.cli import app
 from kvcm.optimizer.curves import sampled_curves
 from kvcm.optimizer.groups.original import OriginalConfig, write_original_csv
 from kvcm.optimizer.options import parse_policy
+from kvcm.optimizer.pooling import Engines, Topology, compare_pooling, parse_routing
 from kvcm.optimizer.readers import read_trace
 from kvcm.optimizer.replay import reference_replay
 from kvcm.optimizer.trace import Trace
@@ -188,6 +189,67 @@ def test_settings_that_the_original_lacks_are_refused(hand_file: Path, options: 
     assert named in run(hand_file, "--block-tokens", 10, *options, fails=True)
 
 
+ROUTED_FIELDS = [
+    "routing", "caches", "engines", "engine_blocks", "pool_blocks", "own_share", "pool_share", "computed_share",
+    "token_hit_rate", "block_hit_rate", "busiest_requests", "busiest_computed", "mean_wait_seconds",
+    "longest_wait_seconds",
+]  # fmt: skip
+SIZES = ("--engines", 2, "--engine-capacity", 5, "--pool-capacity", "100%")
+
+
+def test_routing_has_a_row_for_each_policy_with_and_without_a_pool(hand_file: Path, tmp_path: Path) -> None:
+    said = run(hand_file, "--block-tokens", 10, "--routing", "kvcm,round_robin", *SIZES)
+    assert {path.name for path in tmp_path.iterdir()} == {"hand.jsonl", "hand.json", "hand.csv"}, "and no report"
+    rows = json.loads((tmp_path / "hand.json").read_text())
+    assert [list(row) for row in rows] == [ROUTED_FIELDS] * 4
+    assert [(row["routing"], row["caches"]) for row in rows] == [
+        (policy, caches) for policy in ("kvcm", "round_robin") for caches in ("local", "local+pool")
+    ]
+    assert [(row["engines"], row["engine_blocks"], row["pool_blocks"]) for row in rows] == [(2, 5, 0), (2, 5, 8)] * 2
+    engines = Engines(2, 5, 32_200.0, pool_blocks=8)
+    expected = compare_pooling(HAND, engines, routing=parse_routing("kvcm"), topologies=[Topology.BOTH]).rows[0]
+    assert rows[1] == expected.row()
+    assert all(sum(row[f"{name}_share"] for name in ("own", "pool", "computed")) == pytest.approx(1) for row in rows)
+    for row in rows:
+        assert f"{row['own_share']:.1%}" in said
+    assert "engines of 5 blocks, a pool of 8" in said
+
+
+def test_engines_have_their_part_of_the_pool_unless_said(hand_file: Path, tmp_path: Path) -> None:
+    run(hand_file, "--block-tokens", 10, "--routing", "kvcm", "--engines", 2, "--pool-capacity", 6, "--json", "a.json")
+    (local, both) = json.loads((tmp_path / "a.json").read_text())
+    assert (local["engine_blocks"], both["engine_blocks"], both["pool_blocks"]) == (3, 3, 6)
+
+
+def test_a_report_with_routing_has_the_same_rows(hand_file: Path, tmp_path: Path) -> None:
+    asked = ("--block-tokens", 10, "--routing", "consistent_hash:load_factor=0", *SIZES, "--policies", "lru")
+    run(hand_file, *asked, "--json", "a.json")
+    run(hand_file, *asked, "--report", "b.html", "--json", "b.json")
+    assert json.loads((tmp_path / "a.json").read_text()) == json.loads((tmp_path / "b.json").read_text())
+    assert "consistent_hash:load_factor=0" in (tmp_path / "b.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--routing", "random"), ("--routing", "'random'", "round_robin, least_loaded, consistent_hash, kvcm")),
+        (("--routing", "kvcm", "--engines", 0), ("engines is 0", "1 to 64")),
+        (("--routing", "kvcm", "--engine-capacity", "0"), ("--engine-capacity is '0'", "10%")),
+        (("--routing", "kvcm", "--pool-capacity", "5,6"), ("--pool-capacity is '5,6'", "10%")),
+        (("--routing", "kvcm", "--sample", "0.1"), ("--routing kvcm", "--sample")),
+        (("--routing", "kvcm", "--csv-original", "out"), ("--routing kvcm", "--csv-original")),
+        (("--routing", "kvcm", "--deployment", "output_token=-1"), ("output_token_seconds", "-1")),
+    ],
+    ids=lambda value: "-".join(map(str, value[-2:])),
+)
+def test_routing_that_cannot_be_replayed_is_one_line(
+    hand_file: Path, options: tuple[object, ...], named: tuple[str, ...]
+) -> None:
+    line = run(hand_file, "--block-tokens", 10, "--json", "a.json", *options, fails=True)
+    assert all(each in line for each in named), line
+    assert not Path("a.json").exists()
+
+
 ESTIMATE_FIELDS = ["policy", "capacity_blocks", "hit_rate", "low", "high", "of", "rate", "repeats"]
 POLICIES = ["lru", "leaf_lru", "belady", "sieve", "ttl:seconds=20:fixed"]
 CAPACITIES = [500, 160, 1000, 5000]
@@ -273,4 +335,5 @@ def test_options_that_need_replays_are_refused(chains_file: Path, options: tuple
 
 def test_options_of_a_running_manager_and_of_files_are_not_mixed(chains_file: Path) -> None:
     assert "--apply" in run(chains_file, *READ, "--apply", fails=True)
+    assert "--routing kvcm" in run("--from", "http://127.0.0.1:1", "--routing", "kvcm", fails=True)
     assert "--sample 0.1" in run("--from", "http://127.0.0.1:1", "--sample", "0.1", fails=True)

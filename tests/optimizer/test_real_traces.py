@@ -17,6 +17,7 @@ from libcachesim import S3FIFO, Belady, Request
 
 from kvcm.optimizer.curves import CURVES
 from kvcm.optimizer.options import PolicySpec, parse_policy
+from kvcm.optimizer.pooling import Engines, Topology, compare_pooling
 from kvcm.optimizer.replay import Job, replay, replay_all
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.trace import Trace
@@ -77,3 +78,18 @@ def test_hits_of_objects_are_those_of_libcachesim(name: str, policy: str, real_t
             request.obj_id, request.next_access_vtime = block + 1, following
             hits += cache.get(request)
         assert replay(trace, parse_policy(policy), capacity).hits.object_blocks == hits
+
+
+@pytest.mark.parametrize(
+    ("name", "network"), [("agentic_composed", [65, 65, 30, 15]), ("mooncake_conversation", [25, 25, 24, 9])]
+)
+def test_routing_by_scores_moves_hits_from_the_network_into_engines(
+    name: str, network: list[int], real_trace: Callable[[str], Trace]
+) -> None:
+    trace = real_trace(name)
+    engines = Engines(8, trace.unique_blocks // 40, 32_200.0, pool_blocks=trace.unique_blocks // 5)
+    rows = compare_pooling(trace, engines, topologies=[Topology.BOTH], workers=2).rows
+    assert [row.routing.name for row in rows] == ["round_robin", "least_loaded", "consistent_hash", "kvcm"]
+    assert [round(100 * row.pool_share) for row in rows] == network, "as docs/optimizer.md says"
+    assert rows[-1].token_hit_rate >= max(row.token_hit_rate for row in rows[:-1])
+    assert rows[-1].mean_wait_seconds == min(row.mean_wait_seconds for row in rows)

@@ -1,4 +1,7 @@
-"""The rows that other programs read: what each policy counts at each capacity, or is estimated to, as JSON and CSV."""
+"""The rows that other programs read, as JSON and CSV: what each policy counts at each capacity, or is estimated to.
+
+Or what each policy of the gateway gives.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from kvcm.optimizer.pooling import PoolingRow
 from kvcm.optimizer.results import Replay
 from kvcm.optimizer.study import Estimate
 from kvcm.optimizer.writers import write_atomic
@@ -15,8 +19,8 @@ __all__ = ["Row", "rows_of", "write_json"]
 Row = dict[str, str | int | float]
 
 
-def rows_of(traces: Sequence[tuple[str, Iterable[Replay | Estimate]]]) -> list[Row]:
-    """Return a row for each replay or estimate; where there are several traces, each says of which it is.
+def rows_of(traces: Sequence[tuple[str, Iterable[Replay | Estimate | PoolingRow]]]) -> list[Row]:
+    """Return a row for each replay, estimate or policy of the gateway; of several traces, each says of which it is.
 
     Args:
         traces: their names and their counts or estimates.

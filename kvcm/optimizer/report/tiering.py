@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from kvcm.optimizer.pooling import PoolingRow, PoolingStudy, Router, Topology
+from kvcm.optimizer.pooling import PoolingRow, PoolingStudy, Topology
 from kvcm.optimizer.report import html
 from kvcm.optimizer.report.charts import Chart, Pane, Table, figure, share_axis, time_axis
 from kvcm.optimizer.report.html import INK, MUTED, SERIES, Markup, Section, table
@@ -206,38 +207,99 @@ def _draw_busy(study: Study, found: Tiering, pane: Pane) -> None:
     pane.legend()
 
 
-# What it is worth that engines share one pool.
+# What it is worth that engines share one pool, and that requests go where their KV is.
 
 _NOTABLE = 0.05
 """Points of hit rate."""
+_SOURCES = ("own memory", "the pool, over the network", "computed")
 
 
 def pooling(study: Study, key: str) -> Section:
-    """Return the section on pooling."""
+    """Return the section on pooling and routing."""
     found = study.pooling
     return Section(
         key,
-        "One pool against local caches",
-        f"{found.engines} engines with caches of their own find only what they computed themselves, so it matters "
-        "where a "
-        "request goes; a pool finds what any of them computed, wherever it goes. All caches are LRU and the room "
-        "in total "
-        "is the same; with both, the pool comes on top of the local caches.",
-        (figure(_chart(found, f"{key}-rates")),),
+        "Routing and pooling",
+        f"{found.engines} engines with memory of their own find only what they computed themselves, so it matters "
+        "where a request goes; a pool finds what any of them computed, wherever it goes, and sends it over the "
+        "network. The policies are those of kvcm gateway. An engine computes prompts one after the other; what is in "
+        "flight is what policies see. Chains are evicted from their ends, the ones used longest ago first.",
+        (figure(_sources_chart(found, f"{key}-sources")), figure(_rates_chart(found, f"{key}-rates"))),
     )
 
 
-def _routers(found: PoolingStudy) -> list[Router]:
-    return list(dict.fromkeys(row.router for row in found.rows))
+def _labels(found: PoolingStudy) -> list[str]:
+    return list(dict.fromkeys(row.routing.label for row in found.rows))
+
+
+def _rows_of(found: PoolingStudy, topology: Topology) -> list[PoolingRow]:
+    return [row for row in found.rows if row.topology is topology]
+
+
+def _rate(row: PoolingRow) -> float:
+    return row.token_hit_rate
+
+
+def _local_share(row: PoolingRow) -> float:
+    return row.local_share
+
+
+def _sources_chart(found: PoolingStudy, key: str) -> Chart:
+    rows = _rows_of(found, Topology.BOTH)
+    best, worst = max(rows, key=_local_share), min(rows, key=_local_share)
+    first = rows[0]
+    return Chart(
+        key,
+        "Where tokens come from by policy",
+        f"Engines of {html.count(first.local_blocks)} blocks ({html.size(first.local_blocks * first.block_bytes)}) "
+        f"before a pool of {html.count(first.pool_blocks)}. With {best.routing.label} "
+        f"{html.percent(best.pool_share)} of the tokens cross the network, with {worst.routing.label} "
+        f"{html.percent(worst.pool_share)}.",
+        lambda pane: _draw_sources(rows, pane),
+        _table(found.rows),
+        height=320,
+    )
+
+
+def _draw_sources(rows: list[PoolingRow], pane: Pane) -> None:
+    (axes,) = pane.axes
+    places, left = np.arange(len(rows)), np.zeros(len(rows))
+    shares = [[row.local_share, row.pool_share, row.computed_share] for row in rows]
+    colors = (SERIES[0], SERIES[2], MUTED)
+    for name, color, widths in zip(_SOURCES, colors, np.array(shares).T, strict=True):
+        axes.barh(places, widths, left=left, color=color, label=name, height=0.6)
+        left += widths
+    _policy_axis(axes, [row.routing.label for row in rows])
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("prompt tokens")
+    pane.legend(columns=3)
+
+
+def _policy_axis(axes: Axes, labels: list[str]) -> None:
+    axes.set_yticks(range(len(labels)), [label.replace(":", "\n").replace("_", " ") for label in labels])
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{100 * each:g} %"))
+
+
+def _rates_chart(found: PoolingStudy, key: str) -> Chart:
+    first = _rows_of(found, Topology.LOCAL)[0]
+    return Chart(
+        key,
+        "Tokens found by policy and topology",
+        f"Memory of {html.count(first.local_blocks)} blocks in each engine. {_description(found)}",
+        lambda pane: _draw_rates(found, pane),
+        _table(found.rows),
+        height=320,
+    )
 
 
 def _description(found: PoolingStudy) -> str:
-    pool = next(row for row in found.rows if row.topology is Topology.POOL)
-    local = [row for row in found.rows if row.topology is Topology.LOCAL]
+    (pool,) = _rows_of(found, Topology.POOL)
+    local = _rows_of(found, Topology.LOCAL)
     best, worst = max(local, key=_rate), min(local, key=_rate)
     gain = 100 * (pool.token_hit_rate - best.token_hit_rate)
     saved = pool.hits.prefix_tokens - best.hits.prefix_tokens
-    than = f"the best router of local caches ({best.router.label})"
+    than = f"the best policy before engines without a pool ({best.routing.label})"
     if gain >= _NOTABLE:
         comparison = f"{gain:.1f} points more than {than}: {html.short(saved)} tokens less to compute"
     elif gain > -_NOTABLE:
@@ -246,66 +308,45 @@ def _description(found: PoolingStudy) -> str:
         comparison = f"{-gain:.1f} points less than {than}"
     return (
         f"The pool finds {html.percent(pool.token_hit_rate)} of the tokens, {comparison}, and "
-        f"{100 * (pool.token_hit_rate - worst.token_hit_rate):.1f} points more than {worst.router.label}."
+        f"{100 * (pool.token_hit_rate - worst.token_hit_rate):.1f} points more than {worst.routing.label}."
     )
 
 
-def _rate(row: PoolingRow) -> float:
-    return row.token_hit_rate
-
-
-def _chart(found: PoolingStudy, key: str) -> Chart:
-    local = next(row for row in found.rows if row.topology is Topology.LOCAL)
-    return Chart(
-        key,
-        "Tokens found by router and topology",
-        f"Local caches of {html.count(local.local_blocks)} blocks each "
-        f"({html.size(local.local_blocks * local.block_bytes)}). {_description(found)}",
-        lambda pane: _draw(found, pane),
-        _table(found.rows),
-        height=320,
-    )
-
-
-def _draw(found: PoolingStudy, pane: Pane) -> None:
+def _draw_rates(found: PoolingStudy, pane: Pane) -> None:
     (axes,) = pane.axes
-    routers = _routers(found)
-    pool = next(row for row in found.rows if row.topology is Topology.POOL)
-    axes.axvline(pool.token_hit_rate, color=INK, linewidth=2, linestyle="--", label="one pool, whatever the router")
+    (pool,) = _rows_of(found, Topology.POOL)
+    axes.axvline(pool.token_hit_rate, color=INK, linewidth=2, linestyle="--", label="one pool, whatever the policy")
     styles = {
-        Topology.LOCAL: (SERIES[2], "o", "local caches"),
-        Topology.BOTH: (SERIES[0], "D", "local caches and pool"),
+        Topology.LOCAL: (SERIES[2], "o", "own memory"),
+        Topology.BOTH: (SERIES[0], "D", "own memory and pool"),
     }
     for topology, (color, marker, name) in styles.items():
-        rows = {row.router: row for row in found.rows if row.topology is topology}
-        rates = [rows[router].token_hit_rate for router in routers if router in rows]
+        rates = [row.token_hit_rate for row in _rows_of(found, topology)]
         axes.plot(rates, range(len(rates)), marker, color=color, markersize=8, label=name)
-    axes.set_yticks(range(len(routers)), [router.label.replace("+", "\n+ ").replace("_", " ") for router in routers])
-    axes.set_ylim(len(routers) - 0.5, -0.5)
+    _policy_axis(axes, _labels(found))
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda each, _: f"{100 * each:g} %"))
     axes.set_xlabel("prompt tokens found")
     pane.legend(columns=3)
 
 
 def _table(rows: Iterable[PoolingRow]) -> Table:
     columns = (
-        "router", "caches", "tokens found", "in local caches", "in the pool", "busiest engine", "migrations",
-        "mean wait", "kept twice",
+        "policy", "blocks in", "tokens found", "in own memory", "in the pool", "computed", "most computed",
+        "most requests", "mean wait", "kept twice",
     )  # fmt: skip
     return Table(columns, [_row(row) for row in rows])
 
 
 def _row(row: PoolingRow) -> tuple[str, ...]:
-    tokens = max(1, row.totals.tokens)
     return (
-        row.router.label,
+        row.routing.label,
         row.topology.value,
         html.percent(row.token_hit_rate),
-        html.percent(row.local_hit_tokens / tokens),
-        html.percent(row.pool_hit_tokens / tokens),
+        html.percent(row.local_share),
+        html.percent(row.pool_share),
+        html.percent(row.computed_share),
         f"{row.imbalance:.2f} × the mean",
-        html.count(row.migrations),
+        f"{row.request_imbalance:.2f} × the mean",
         html.duration(row.mean_wait_seconds),
         html.size(row.mean_duplicate_bytes),
     )

@@ -258,6 +258,7 @@ class _Range:
 _POSITIVE = _Range(0, 1e18, above=True)
 _NOT_NEGATIVE = _Range(0, 1e18)
 _SHARE = _Range(0, 1, above=True)
+_OUTPUT_TOKEN = _Range(0, 1e6)
 RANGES = {
     "prefill_tokens_per_second": _POSITIVE,
     "gpus_per_node": _Range(0, 1e6, above=True),
@@ -270,7 +271,7 @@ RANGES = {
     "price_per_gib_month": _NOT_NEGATIVE,
     "load_factor": _POSITIVE,
 }
-"""What each number may be; `offered_tokens_per_second` is None or one of those of `load_factor`."""
+"""What each number may be by which hits are valued; `offered_tokens_per_second` is None or one of `load_factor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +290,7 @@ class Deployment:
         price_per_gib_month: of what the cache is stored in.
         offered_tokens_per_second: λ; None is that of the trace.
         load_factor: times as much is offered.
+        output_token_seconds: of a token of an answer, while which a request is in flight (`kvcm.optimizer.pooling`).
         profile: replaces P by a time that depends on the length.
 
     Raises:
@@ -306,11 +308,13 @@ class Deployment:
     price_per_gib_month: float = 0.1
     offered_tokens_per_second: float | None = None
     load_factor: float = 1.0
+    output_token_seconds: float = 0.02
     profile: LengthProfile | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
             _check(name, getattr(self, name), allowed)
+        _check("output_token_seconds", self.output_token_seconds, _OUTPUT_TOKEN)
         if self.offered_tokens_per_second is not None:
             _check("offered_tokens_per_second", self.offered_tokens_per_second, _POSITIVE)
 
@@ -377,6 +381,7 @@ INPUTS: Mapping[str, str] = MappingProxyType(
         "gib_month": "price_per_gib_month",
         "offered": "offered_tokens_per_second",
         "load_factor": "load_factor",
+        "output_token": "output_token_seconds",
         "profile": "profile",
     }
 )
