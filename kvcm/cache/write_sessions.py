@@ -72,7 +72,16 @@ from kvcm.model.errors import CapacityError, InvalidArgumentError, KvcmError, No
 from kvcm.model.groups import InstanceGroup
 from kvcm.model.instances import Instance, LocationSpecInfo
 from kvcm.model.keys import BlockMask, encode_keys, mixed, unmixed_key
-from kvcm.model.locations import BlockRecord, BlockRun, Location, LocationStatus, encode_chunks, uris_of, with_checksums
+from kvcm.model.locations import (
+    BlockRecord,
+    BlockRun,
+    Location,
+    LocationStatus,
+    encode_chunks,
+    uris_of,
+    with_checksums,
+    with_event_hashes,
+)
 from kvcm.model.principals import UNRESTRICTED, call_context
 from kvcm.storage.backend import Allocation, Parts, StorageBackend, is_full
 from kvcm.store.memory import DueQueue
@@ -263,6 +272,7 @@ class WriteRequest:
         min_replica_count: a block is skipped only when it has so many available replicas; 0 is 1.
         parent_key: key before `keys[0]`, None at the head of a chain.
         node_id: the writer's node, whose memory pools it can write; "" for none.
+        event_hashes: empty for none, or one int64 per key by which the engine's events name the block, 0 for none.
     """
 
     keys: Sequence[int]
@@ -271,6 +281,7 @@ class WriteRequest:
     min_replica_count: int = 0
     parent_key: int | None = None
     node_id: str = ""
+    event_hashes: Sequence[int] = ()
 
     @property
     def replicas(self) -> int:
@@ -1338,7 +1349,9 @@ class _AddressAllocator:
         self._clock = clock
         self.creations: dict[str, Creations] = {}
 
-    async def allocate(self, cache: InstanceCache, session: WriteSession, plan: WritePlan) -> list[list[PlacedRun]]:
+    async def allocate(
+        self, cache: InstanceCache, session: WriteSession, plan: WritePlan, event_hashes: Sequence[int]
+    ) -> list[list[PlacedRun]]:
         """Return the runs of a plan in pages, with a writing location for every block, allocated in one batch per page
         and storage.
 
@@ -1348,6 +1361,7 @@ class _AddressAllocator:
             cache: of the instance that the blocks belong to.
             session: writes them.
             plan: the blocks to write.
+            event_hashes: of the blocks of the request, if any.
 
         Raises:
             _AllocationRejectedError: a storage hands out none.
@@ -1362,7 +1376,7 @@ class _AddressAllocator:
                     parts = _parts_of(cache.spec_names, runs)
                     uris = await self._uris(cache.instance, session, storage, parts)
                     of_runs = _uris_by_spec(cache.spec_names, runs, uris)
-                    placed[-1] += _place_runs(session, runs, of_runs, self._clock.now())
+                    placed[-1] += _place_runs(session, runs, of_runs, event_hashes, now=self._clock.now())
                 placed[-1].sort(key=lambda run: run.planned.position)
         except BaseException:
             await uninterrupted(self.discard(run.blocks for page in placed for run in page))
@@ -1487,7 +1501,12 @@ def _uris_by_spec(
 
 
 def _place_runs(
-    session: WriteSession, runs: Sequence[PlannedRun], uris: Sequence[Mapping[str, Sequence[str]]], now: float
+    session: WriteSession,
+    runs: Sequence[PlannedRun],
+    uris: Sequence[Mapping[str, Sequence[str]]],
+    event_hashes: Sequence[int],
+    *,
+    now: float,
 ) -> Iterator[PlacedRun]:
     for run, of_run in zip(runs, uris, strict=True):
         names = tuple([info.name for info in run.specs])
@@ -1504,6 +1523,8 @@ def _place_runs(
             deadline=session.deadline,
         )
         chunks = encode_chunks(run.place.storage_type, names, [of_run[name] for name in names])
+        if event_hashes:
+            chunks = with_event_hashes(chunks, event_hashes[run.position : run.position + len(run.keys)])
         yield PlacedRun(run, BlockRun(run.keys, run.parent, run.depth, location, chunks))
 
 
@@ -1614,7 +1635,7 @@ class WriteSessions:
         """Open a session and hand out addresses for the blocks that have to be written.
 
         Raises:
-            InvalidArgumentError: the spec groups do not fit, or a block would follow itself.
+            InvalidArgumentError: spec groups or event hashes do not fit the keys, or a block would follow itself.
             NotReadyError: blocks have to be written and no storage of the group is available, or other managers are
                 faster.
             CapacityError: not even the first block that has to be written fits, or every storage is full after all.
@@ -1625,6 +1646,11 @@ class WriteSessions:
             # Such a chain has no leaf, so it could never be evicted.
             parent = unmixed_key(request.parent_key)
             raise InvalidArgumentError(f"parent_block_key is {parent}, must not be one of block_keys")
+        if request.event_hashes and len(request.event_hashes) != len(request.keys):
+            raise InvalidArgumentError(
+                f"event_hashes has {len(request.event_hashes)} entries for {len(request.keys)} block keys, must have "
+                "none or one per key"
+            )
         if self._endings.open_count >= _MAX_SESSIONS:
             raise CapacityError(f"{_MAX_SESSIONS} write sessions are open: finish some or let them expire")
         refusals: dict[str, KvcmError] = {}
@@ -1651,7 +1677,7 @@ class WriteSessions:
         try:
             await yield_to_others(len(request.keys), cache.batch_keys)
             with timed(_IO_COST, "manager.gen_write_location_us"):
-                placed = await self._allocate(cache, session, plan, reservation)
+                placed = await self._allocate(cache, session, plan, reservation, request.event_hashes)
             return await self._store_or_abort(cache, session, request, _PlacedPlan(plan, reservation, opened, placed))
         except _AllocationRejectedError as refused:
             refusals[refused.storage] = refused.reason
@@ -1672,9 +1698,10 @@ class WriteSessions:
         session: WriteSession,
         plan: WritePlan,
         reservation: Reservation | None,
+        event_hashes: Sequence[int],
     ) -> list[list[PlacedRun]]:
         try:
-            return await self._addresses.allocate(cache, session, plan)
+            return await self._addresses.allocate(cache, session, plan, event_hashes)
         except _AllocationRejectedError:
             if reservation is not None and not self._endings.is_shared:
                 await self._usage.release(reservation, cache.index)  # the next candidate may need that space

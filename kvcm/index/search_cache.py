@@ -91,17 +91,24 @@ def compose_answer(record: BlockRecord, view: StorageView) -> bytes | None:
 
 def _join(fastest_first: Sequence[Location]) -> bytes:
     specs: dict[str, SpecUri] = {}
+    event_hash = 0
     for location in fastest_first:
-        for spec in decode_chunk(location.chunk).specs:
+        decoded = decode_chunk(location.chunk)
+        event_hash = event_hash or decoded.event_hash  # one writer may have told it, and another not
+        for spec in decoded.specs:
             specs.setdefault(spec.name, spec)
-    return encode_chunk(fastest_first[0].storage_type, len(specs), specs.values())
+    return encode_chunk(fastest_first[0].storage_type, len(specs), specs.values(), event_hash)
 
 
 def filter_specs(chunk: bytes, spec_names: frozenset[str]) -> bytes:
-    """Return the answer with only the named specs; `spec_size` still counts all of the location's (wire.md 5.3)."""
+    """Return the answer with only the named specs; `spec_size` still counts all of the location's (wire.md 5.3).
+
+    The event hash stays: it is the block's, whatever parts of it are asked for. Twelve bytes of the answer, and the
+    encoding happens once per location.
+    """
     decoded = decode_chunk(chunk)
     kept = (spec for spec in decoded.specs if spec.name in spec_names)
-    return encode_chunk(decoded.storage_type, decoded.spec_size, kept)
+    return encode_chunk(decoded.storage_type, decoded.spec_size, kept, decoded.event_hash)
 
 
 _ENTRY_BYTES = 150  # dict slot, key, and the headers of chunk and key

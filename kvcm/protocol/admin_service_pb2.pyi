@@ -641,16 +641,18 @@ class LocationSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class CacheLocation(_message.Message):
-    __slots__ = ("type", "spec_size", "location_specs", "checksum")
+    __slots__ = ("type", "spec_size", "location_specs", "checksum", "event_hash")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     SPEC_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPECS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HASH_FIELD_NUMBER: _ClassVar[int]
     type: StorageType
     spec_size: int
     location_specs: _containers.RepeatedCompositeFieldContainer[LocationSpec]
     checksum: int
-    def __init__(self, type: _Optional[_Union[StorageType, str]] = ..., spec_size: _Optional[int] = ..., location_specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    event_hash: int
+    def __init__(self, type: _Optional[_Union[StorageType, str]] = ..., spec_size: _Optional[int] = ..., location_specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ..., checksum: _Optional[int] = ..., event_hash: _Optional[int] = ...) -> None: ...
 
 class GetCacheMetaRequest(_message.Message):
     __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "block_mask", "detail_level")

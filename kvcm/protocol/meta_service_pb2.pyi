@@ -163,16 +163,18 @@ class LocationSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uri: _Optional[str] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class CacheLocation(_message.Message):
-    __slots__ = ("type", "spec_size", "location_specs", "checksum")
+    __slots__ = ("type", "spec_size", "location_specs", "checksum", "event_hash")
     TYPE_FIELD_NUMBER: _ClassVar[int]
     SPEC_SIZE_FIELD_NUMBER: _ClassVar[int]
     LOCATION_SPECS_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HASH_FIELD_NUMBER: _ClassVar[int]
     type: StorageType
     spec_size: int
     location_specs: _containers.RepeatedCompositeFieldContainer[LocationSpec]
     checksum: int
-    def __init__(self, type: _Optional[_Union[StorageType, str]] = ..., spec_size: _Optional[int] = ..., location_specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    event_hash: int
+    def __init__(self, type: _Optional[_Union[StorageType, str]] = ..., spec_size: _Optional[int] = ..., location_specs: _Optional[_Iterable[_Union[LocationSpec, _Mapping]]] = ..., checksum: _Optional[int] = ..., event_hash: _Optional[int] = ...) -> None: ...
 
 class LocationSpecInfo(_message.Message):
     __slots__ = ("name", "size", "kind")
@@ -505,7 +507,7 @@ class GetCacheMetaResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[CommonResponseHeader, _Mapping]] = ..., locations: _Optional[_Iterable[_Union[CacheLocation, _Mapping]]] = ..., metas: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StartWriteCacheRequest(_message.Message):
-    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "location_spec_group_names", "write_timeout_seconds", "min_replica_count", "parent_block_key", "node_id")
+    __slots__ = ("trace_id", "instance_id", "block_keys", "token_ids", "location_spec_group_names", "write_timeout_seconds", "min_replica_count", "parent_block_key", "node_id", "event_hashes")
     TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -515,6 +517,7 @@ class StartWriteCacheRequest(_message.Message):
     MIN_REPLICA_COUNT_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_KEY_FIELD_NUMBER: _ClassVar[int]
     NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    EVENT_HASHES_FIELD_NUMBER: _ClassVar[int]
     trace_id: str
     instance_id: str
     block_keys: _containers.RepeatedScalarFieldContainer[int]
@@ -524,7 +527,8 @@ class StartWriteCacheRequest(_message.Message):
     min_replica_count: int
     parent_block_key: int
     node_id: str
-    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., location_spec_group_names: _Optional[_Iterable[str]] = ..., write_timeout_seconds: _Optional[int] = ..., min_replica_count: _Optional[int] = ..., parent_block_key: _Optional[int] = ..., node_id: _Optional[str] = ...) -> None: ...
+    event_hashes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, trace_id: _Optional[str] = ..., instance_id: _Optional[str] = ..., block_keys: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., location_spec_group_names: _Optional[_Iterable[str]] = ..., write_timeout_seconds: _Optional[int] = ..., min_replica_count: _Optional[int] = ..., parent_block_key: _Optional[int] = ..., node_id: _Optional[str] = ..., event_hashes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StartWriteCacheResponse(_message.Message):
     __slots__ = ("header", "write_session_id", "block_mask", "locations")

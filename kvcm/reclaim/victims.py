@@ -115,14 +115,14 @@ def _split(location: Location, names: frozenset[str], due: float) -> tuple[Locat
     going_bytes = _thinned_size(location, names)
     return (
         location._replace(
-            chunk=encode_chunk(decoded.storage_type, len(kept), kept),
+            chunk=encode_chunk(decoded.storage_type, len(kept), kept, decoded.event_hash),
             spec_names=tuple(spec.name for spec in kept),
             size_bytes=location.size_bytes - going_bytes,
         ),
         location._replace(
             id=location.id + _THINNED,
             status=LocationStatus.DELETING,
-            chunk=encode_chunk(decoded.storage_type, len(going), going),
+            chunk=encode_chunk(decoded.storage_type, len(going), going, decoded.event_hash),
             spec_names=tuple(spec.name for spec in going),
             size_bytes=going_bytes,
             deadline=due,

@@ -28,7 +28,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from kvcm.index.search_cache import ChunkCache
-from kvcm.model.locations import read_varint
+from kvcm.model.locations import read_varint, signed64
 from kvcm.protocol import meta_service_pb2 as pb
 from kvcm.service.calls import Reply
 
@@ -567,6 +567,7 @@ _READ_TAG = 0x12  # field 2, of answers to reads; that of StartWriteCache is ano
 _TYPE_TAG, _SIZE_TAG, _SPEC_TAG, _CHECKSUM_TAG = 0x08, 0x10, 0x1A, 0x20
 _NAME_TAG, _URI_TAG = 0x0A, 0x12
 _SPEC_CHECKSUM_TAG = b"\xc1\x3e"
+_EVENT_HASH_TAG, _EVENT_HASH_TAG_END = 0xC0, 0x3E  # of two bytes
 _SPEC_CHECKSUM_SIZE = 10  # of the field, tag included
 _NEGATIVE = 1 << 31  # from here on numbers of 32 bits wrap around
 _BATCH_LOCATIONS = 1024  # locations printed before other requests get their turn
@@ -629,7 +630,7 @@ async def print_reply(reply: Reply, texts: LocationTexts) -> bytes:
 def location_text(chunk: bytes) -> bytes:
     """Return a `CacheLocation` that is encoded as a repeated field (1 to 15) of an answer as JSON."""
     size, position = read_varint(chunk, 1)
-    kind = spec_size = checksum = 0
+    kind = spec_size = checksum = event_hash = 0
     specs: list[str] = []
     end = len(chunk)
     while position < end:
@@ -646,14 +647,16 @@ def location_text(chunk: bytes) -> bytes:
         elif tag == _SIZE_TAG:
             spec_size = value
         elif tag == _CHECKSUM_TAG:
-            checksum = value if value < 1 << 63 else value - (1 << 64)
+            checksum = value
+        elif tag == _EVENT_HASH_TAG and value == _EVENT_HASH_TAG_END:
+            event_hash, position = read_varint(chunk, position)
         else:
             return _by_message(pb.CacheLocation, chunk[-size:])
     if max(kind, spec_size) >= _NEGATIVE:
         return _by_message(pb.CacheLocation, chunk[-size:])
     name = _TYPES.get(kind, kind)
-    text = f'{{"type":{name},"spec_size":{spec_size},"location_specs":[{",".join(specs)}],"checksum":"{checksum}"}}'
-    return text.encode()
+    numbers = f'"checksum":"{signed64(checksum)}","event_hash":"{signed64(event_hash)}"'
+    return f'{{"type":{name},"spec_size":{spec_size},"location_specs":[{",".join(specs)}],{numbers}}}'.encode()
 
 
 def _spec_text(fields: bytes) -> str:

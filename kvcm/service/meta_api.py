@@ -118,15 +118,17 @@ def _meta_text(block: BlockMeta, detail_level: int) -> str:
 
 
 def _location_text(location: Location) -> dict[str, Any]:
-    return {
+    decoded = decode_chunk(location.chunk)
+    text: dict[str, Any] = {
         "id": location.id,
         "status": f"CLS_{location.status.name}",
         "type": location.storage_type.name,
         "storage": location.storage,
         "size": str(location.size_bytes),
         "written_at": location.written_at,
-        "location_specs": [_spec_text(spec) for spec in decode_chunk(location.chunk).specs],
+        "location_specs": [_spec_text(spec) for spec in decoded.specs],
     }
+    return text | {"event_hash": str(decoded.event_hash)} if decoded.event_hash else text
 
 
 def _spec_text(spec: SpecUri) -> dict[str, str]:
@@ -387,6 +389,7 @@ class MetaApi:
             min_replica_count=request.min_replica_count,
             parent_key=mixed_key(request.parent_block_key) if request.HasField("parent_block_key") else None,
             node_id=request.node_id,
+            event_hashes=request.event_hashes[:],
         )
         try:
             started = await self._cache.start_write(cache, write)

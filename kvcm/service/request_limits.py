@@ -91,7 +91,7 @@ class BodyReader:
         is_bulky = bool(_messages_of(kind)) or _DOCUMENT in kind.fields_by_name
         most_pairs = _MAX_JSON_PAIRS_PER_KEY * keys if is_bulky else _MAX_JSON_PAIRS
         _check_part_count(body.count(b":"), most_pairs, "pairs")
-        _check_part_count(body.count(b","), most_pairs + 2 * keys + self._limits.max_tokens, "values")
+        _check_part_count(body.count(b","), most_pairs + 3 * keys + self._limits.max_tokens, "values")
         _check_part_count(body.count(b"{"), _MAX_SUBMESSAGES_PER_KEY * keys, "objects")
         return await self._read_queued(deadline, parse_request, body, call.request_type)
 

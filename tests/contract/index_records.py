@@ -22,7 +22,8 @@ def place(
     storage: str = "nfs",
 ) -> Location:
     """A location with every field set."""
-    chunk = encode_chunk(kind, 1, [SpecUri("tp0", f"file://{storage}/r/c/i/tp0/x.{location_id}?blkid=1&size={size}")])
+    uri = SpecUri("tp0", f"file://{storage}/r/c/i/tp0/x.{location_id}?blkid=1&size={size}")
+    chunk = encode_chunk(kind, 1, [uri], event_hash=-7)
     session = "session" if status is LocationStatus.WRITING else ""
     return Location(location_id, storage, kind, status, ("tp0",), chunk, size, written_at, session, deadline)
 

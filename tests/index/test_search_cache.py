@@ -22,9 +22,12 @@ from kvcm.model.locations import (
     SpecUri,
     decode_chunk,
     encode_chunk,
+    event_hash_of,
     with_checksums,
+    with_event_hashes,
 )
 from kvcm.model.storages import StorageType
+from kvcm.protocol.meta_service_pb2 import GetCacheLocationResponse
 
 KEYS = range(6)
 ENTRY_BYTES = 150 + len(location("v0").chunk)
@@ -358,13 +361,32 @@ def test_checksums_stay_with_their_specs() -> None:
     assert kept.checksum == 1
 
 
+@pytest.mark.parametrize(("slow_hash", "fast_hash", "answered"), [(0, 0, 0), (7, 0, 7), (0, -8, -8), (7, -8, -8)])
+def test_an_event_hash_stays_where_locations_are_joined_and_specs_filtered(
+    slow_hash: int, fast_hash: int, answered: int
+) -> None:
+    """It is the block's: of the fastest location that has one."""
+    slow, fast = at("nfs", "tp0", "tp1"), at("pool", "tp1")
+    hashed = [
+        each._replace(chunk=with_event_hashes([each.chunk], [event_hash])[0])
+        for each, event_hash in ((slow, slow_hash), (fast, fast_hash))
+    ]
+    chunk = compose_answer(record(*hashed), VIEW)
+    assert chunk is not None
+    assert event_hash_of(chunk) == answered
+    assert event_hash_of(filter_specs(chunk, frozenset(["tp0"]))) == answered
+    (location,) = GetCacheLocationResponse.FromString(filter_specs(chunk, frozenset(["tp0"]))).locations
+    assert (location.event_hash, location.spec_size) == (answered, 2)
+    assert [spec.name for spec in location.location_specs] == ["tp0"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "kept"), [({"a"}, ["a"]), ({"b", "a"}, ["a", "b"]), ({"nothing"}, []), (set(), []), ({"c", "x"}, ["c"])]
 )
 def test_filtered_specs_keep_their_order_and_spec_size_counts_all(wanted: set[str], kept: list[str]) -> None:
     chunk = encode_chunk(StorageType.ST_3FS, 3, [SpecUri(name, f"u-{name}") for name in "abc"])
     filtered = decode_chunk(filter_specs(chunk, frozenset(wanted)))
-    assert filtered == (StorageType.ST_3FS, 3, tuple(SpecUri(name, f"u-{name}") for name in kept))
+    assert filtered == (StorageType.ST_3FS, 3, tuple(SpecUri(name, f"u-{name}") for name in kept), 0)
 
 
 # ── What a pure function makes of encoded locations is remembered ──

@@ -28,6 +28,8 @@ TEXTS = st.one_of(
 CHECKSUMS = st.one_of(st.sampled_from([0, 0, 1, 2**63, 2**64 - 1]), st.integers(0, 2**64 - 1))
 SPECS = st.lists(st.builds(locations.SpecUri, TEXTS, TEXTS, CHECKSUMS), max_size=5)
 TYPES = st.sampled_from(list(StorageType))
+KINDS = st.sampled_from([each for each in StorageType if each])  # of locations that are no placeholders
+HASHES = st.one_of(st.sampled_from([0, 0, 1, -1, 127, 128, -(2**63), 2**63 - 1]), st.integers(-(2**63), 2**63 - 1))
 SIZES = st.one_of(st.integers(0, 300), st.just(2**31 - 1))
 
 REPEATED_LOCATIONS: list[FieldDescriptor] = [
@@ -80,6 +82,127 @@ def test_checksums_of_some_specs_are_put_into_a_chunk_that_has_none(
     without = locations.encode_chunk(storage_type, spec_size, [spec._replace(checksum=0) for spec in specs])
     expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
     assert locations.with_checksums(without, checksums) == locations.encode_chunk(storage_type, spec_size, expected)
+
+
+# ── Event hashes ──
+
+
+def parsed(chunk: bytes) -> meta.CacheLocation:
+    (message,) = meta.GetCacheLocationResponse.FromString(chunk).locations
+    return message
+
+
+def as_one_byte_tags(chunk: bytes) -> dict[int, list[int | bytes]]:
+    """The fields as the release before reads them: every tag is one byte, and behind it is a spec or a varint."""
+    found: dict[int, list[int | bytes]] = {}
+    _, position = locations.read_varint(chunk, 1)
+    while position < len(chunk):
+        tag = chunk[position]
+        value, position = locations.read_varint(chunk, position + 1)
+        if tag == 0x1A:
+            found.setdefault(tag, []).append(chunk[position : position + value])
+            position += value
+        else:
+            found.setdefault(tag, []).append(value)
+    assert position == len(chunk)
+    return found
+
+
+@FIXED
+@given(kind=KINDS, spec_size=SIZES, specs=SPECS, event_hash=HASHES)
+def test_a_chunk_with_an_event_hash_is_the_message_of_protobuf_and_reads_back(
+    kind: StorageType, spec_size: int, specs: list[locations.SpecUri], event_hash: int
+) -> None:
+    chunk = locations.encode_chunk(kind, spec_size, iter(specs), event_hash)
+    expected = location(kind, spec_size, specs)
+    expected.event_hash = event_hash
+    assert parsed(chunk) == expected
+    assert locations.decode_chunk(chunk) == locations.DecodedLocation(kind, spec_size, tuple(specs), event_hash)
+    assert locations.event_hash_of(chunk) == event_hash
+    assert locations.uris_of(chunk) == [spec.uri for spec in specs]
+    # In the protobuf's own order, as another program may write it, it reads the same.
+    own = meta.GetCacheLocationResponse(locations=[expected]).SerializeToString()
+    assert locations.decode_chunk(own) == locations.decode_chunk(chunk)
+
+
+@FIXED
+@given(kind=KINDS, spec_size=SIZES, specs=SPECS, event_hash=HASHES)
+def test_the_release_before_skips_event_hashes(
+    kind: StorageType, spec_size: int, specs: list[locations.SpecUri], event_hash: int
+) -> None:
+    """It may work on the same store: its scanners find the same type, number and specs, and it goes on behind them."""
+    without = as_one_byte_tags(locations.encode_chunk(kind, spec_size, specs))
+    chunk = locations.encode_chunk(kind, spec_size, specs, event_hash)
+    found = as_one_byte_tags(chunk)
+    assert {tag: found[tag] for tag in without} == without
+    assert not found.keys() & {0x10, 0x1A, 0x20} - without.keys()
+    _, begin = locations.read_varint(chunk, 1)
+    assert chunk[begin : begin + 2] == bytes((8, kind)), "connectors take the second byte for the type"
+
+
+@FIXED
+@given(kind=KINDS, spec_size=st.one_of(st.just(1), SIZES), specs=SPECS, event_hash=HASHES, reported=st.data())
+def test_checksums_are_put_into_a_chunk_with_an_event_hash(
+    kind: StorageType,
+    spec_size: int,
+    specs: list[locations.SpecUri],
+    event_hash: int,
+    reported: st.DataObject,
+) -> None:
+    names = [spec.name for spec in specs]
+    checksums = reported.draw(st.dictionaries(st.sampled_from([*names, "unknown"]), CHECKSUMS))
+    without = locations.encode_chunk(kind, spec_size, [spec._replace(checksum=0) for spec in specs], event_hash)
+    expected = [spec._replace(checksum=checksums.get(spec.name, 0)) for spec in specs]
+    whole = locations.encode_chunk(kind, spec_size, expected, event_hash)
+    assert locations.with_checksums(without, checksums) == whole
+
+
+LONG_TEXTS = st.one_of(TEXTS, st.integers(90, 140).map(lambda length: "u" * length))  # lengths of one, two, three bytes
+
+
+@FIXED
+@given(
+    kind=KINDS,
+    names=st.lists(TEXTS, min_size=1, max_size=3, unique=True),
+    copies=st.sampled_from([1, 1, 20]),
+    data=st.data(),
+)
+def test_event_hashes_of_many_chunks_are_those_of_single_ones(
+    kind: StorageType, names: list[str], copies: int, data: st.DataObject
+) -> None:
+    """Few and many, of any lengths, with and without hashes among them."""
+    rows = copies * data.draw(st.lists(st.tuples(HASHES, *(LONG_TEXTS for _ in names)), max_size=4))
+    hashes, columns = [row[0] for row in rows], [[row[i + 1] for row in rows] for i in range(len(names))]
+    specs = [list(map(locations.SpecUri, names, row[1:])) for row in rows]
+    single = [
+        locations.encode_chunk(kind, len(names), each, event_hash)
+        for each, event_hash in zip(specs, hashes, strict=True)
+    ]
+    fresh = locations.encode_chunks(kind, names, columns)
+    assert locations.with_event_hashes(fresh, hashes) == single
+    assert locations.event_hashes_of(single) == hashes
+    assert locations.event_hashes_of(fresh) == [0] * len(rows)
+    assert locations.event_hashes_of([*fresh, *single]) == [*([0] * len(rows)), *hashes]
+    assert locations.event_hashes_of(locations.retag_all(single, 4)) == hashes
+
+
+@given(storage_type=TYPES, spec_size=SIZES, specs=SPECS)
+def test_any_location_without_an_event_hash_has_none(
+    storage_type: StorageType, spec_size: int, specs: list[locations.SpecUri]
+) -> None:
+    chunk = locations.encode_chunk(storage_type, spec_size, specs)
+    assert locations.event_hashes_of([chunk] * 20) == [locations.event_hash_of(chunk)] * 20 == [0] * 20
+
+
+def test_bytes_of_a_uri_are_not_taken_for_an_event_hash() -> None:
+    """Nor a length, nor a number: they stand elsewhere, or behind another byte."""
+    for chunk in (
+        b"\x12\x12" + b"\x08\x04" + b"\x1a\x0e\x0a\x0c" + b"\xc0\x3e" + bytes(10),
+        b"\x12\x12" + b"\x10\xc0\x3e" + b"\x1a\x0d" + b"\x0a\x0b" + bytes(11),
+        b"\x12\x80\x01" + b"\x08\x04" + b"\x1a\x7c" + b"\x0a\x7a" + bytes(122),
+    ):
+        assert locations.event_hash_of(chunk) == 0
+        assert locations.event_hashes_of([chunk] * 20) == [0] * 20
 
 
 def test_several_answers_carry_locations() -> None:

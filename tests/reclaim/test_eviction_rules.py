@@ -21,7 +21,7 @@ from kvcm.model.groups import (
 )
 from kvcm.model.instances import Instance
 from kvcm.model.keys import NO_MASK
-from kvcm.model.locations import LocationStatus
+from kvcm.model.locations import LocationStatus, event_hash_of
 from kvcm.model.storages import StorageType
 from kvcm.model.uri import LocationUri
 from kvcm.reclaim.reclaimer import EvictionRecord
@@ -640,6 +640,16 @@ async def test_only_the_bytes_of_the_states_are_deleted(apart: bool) -> None:
             assert record is not None
             (place,) = record.locations
             assert (place.spec_names, place.size_bytes) == (("kv",), KV)
+
+
+async def test_a_block_keeps_its_event_hash_without_its_state() -> None:
+    with levels(bytes_for(8 * (KV + STATE), low=7 * STATE - 1), hybrid()) as rig:
+        await rig.write(CHAIN, event_hashes=[-key for key in CHAIN])
+        await rig.reclaim()
+        for key in CHAIN:
+            record = await rig.record(key)
+            assert record is not None
+            assert [event_hash_of(place.chunk) for place in record.locations] == [-key] * (1 if key == 8 else 2)
 
 
 async def test_a_state_that_was_taken_can_be_written_again() -> None:

@@ -47,6 +47,7 @@ SCALARS: dict[int, st.SearchStrategy[Any]] = {
     FieldDescriptor.TYPE_INT32: st.integers(-(2**31), 2**31 - 1),
     FieldDescriptor.TYPE_INT64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_FIXED64: st.integers(0, 2**64 - 1),
+    FieldDescriptor.TYPE_SFIXED64: st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.TYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.TYPE_STRING: st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
 }
@@ -360,6 +361,15 @@ def encoded(location: Message) -> bytes:
 @example(location=meta.CacheLocation(spec_size=200, checksum=-5))
 def test_any_location_is_printed_as_by_the_general_codec(location: Message) -> None:
     assert location_text(encoded(location)) == print_response(location)
+
+
+@FIXED
+@given(event_hash=st.integers(-(2**63), 2**63 - 1), checksum=st.integers(0, 2**64 - 1))
+def test_event_hashes_are_printed_as_by_the_general_codec(event_hash: int, checksum: int) -> None:
+    """They stand elsewhere in stored locations than protobuf writes them."""
+    chunk = encode_chunk(StorageType.ST_NFS, 1, [SpecUri("kv", "u", checksum)], event_hash)
+    (location,) = meta.GetCacheLocationResponse.FromString(chunk).locations
+    assert location_text(chunk) == print_response(location)
 
 
 def test_fields_that_are_new_to_the_printer_are_left_to_the_general_codec() -> None:

@@ -151,6 +151,7 @@ REFUSED: dict[str, list[Refused]] = {
     "MetaService.GetCacheLocationLen": _query_refusals(),
     "MetaService.StartWriteCache": [
         *block_refusals(_blocks),
+        changed("2 event hashes for 3 keys", _blocks, "event_hashes", "2", "3", event_hashes=[1, 2]),
         changed("unknown spec group", _blocks, "location_spec_group_names", "'a'", location_spec_group_names=["a"] * 3),
     ],
     "MetaService.FinishWriteCache": [
