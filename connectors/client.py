@@ -238,6 +238,7 @@ class AsyncManagerClient:
         spec_groups: Sequence[str] = (),
         session_seconds: int = 30,
         min_replica_count: int = 0,
+        event_hashes: Sequence[int] = (),
         timeout_seconds: float | None = None,
     ) -> WriteGrant | None:
         """See `ManagerClient.start_write`."""
@@ -248,6 +249,7 @@ class AsyncManagerClient:
                 spec_groups=spec_groups,
                 session_seconds=session_seconds,
                 min_replica_count=min_replica_count,
+                event_hashes=event_hashes,
                 timeout_seconds=timeout_seconds,
             )
         )
@@ -578,6 +580,7 @@ class ManagerClient:
         spec_groups: Sequence[str] = (),
         session_seconds: int = 30,
         min_replica_count: int = 0,
+        event_hashes: Sequence[int] = (),
         timeout_seconds: float | None = None,
     ) -> WriteGrant | None:
         """Ask where blocks can be written.
@@ -588,6 +591,8 @@ class ManagerClient:
             spec_groups: none, or per key the name of the group of parts to write.
             session_seconds: finish within this time, or the write is rolled back; see `renew_write`.
             min_replica_count: skip a block only when it has so many replicas; 0 = 1.
+            event_hashes: none, or per key the int64 by which the engine's KV events name the block, 0 = none: the
+                manager stores them with the blocks. `keys.event_hashes` makes them of vLLM's hashes.
             timeout_seconds: see the class.
 
         Returns:
@@ -600,6 +605,7 @@ class ManagerClient:
                 spec_groups=spec_groups,
                 session_seconds=session_seconds,
                 min_replica_count=min_replica_count,
+                event_hashes=event_hashes,
                 timeout_seconds=timeout_seconds,
             )
         )

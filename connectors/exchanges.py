@@ -349,6 +349,7 @@ class Exchanges:
         spec_groups: Sequence[str],
         session_seconds: int,
         min_replica_count: int,
+        event_hashes: Sequence[int],
         timeout_seconds: float | None,
     ) -> Exchange[meta.StartWriteCacheResponse, StartedWrite]:
         """See `ManagerClient.start_write`."""
@@ -359,6 +360,7 @@ class Exchanges:
             spec_groups=spec_groups,
             timeout_seconds=session_seconds,
             min_replica_count=min_replica_count,
+            event_hashes=event_hashes,
         )
 
         def conclude(verdict: Verdict[meta.StartWriteCacheResponse]) -> StartedWrite:

@@ -14,6 +14,9 @@ namespace (which model, which layout) is the hash's secret: keys of different na
              BLAKE2b(digest_size=8, key=SHA-256(namespace), data=int64le(key(b-1)) ‖ int64le(token) per token)
 
 with 0 as the key before the first block.
+
+`event_hashes` are other 64 bits of the hashes that `HashKeys` takes: those by which vLLM's KV events name a block. Key
+and event hash share no bits, so the manager can name a block as events do only if its writer told it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import cast
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 
-__all__ = ["HashKeys", "KeyChain"]
+__all__ = ["HashKeys", "KeyChain", "event_hashes"]
 
 _ROOT = 0
 _KEY_BYTES = 8
@@ -50,13 +53,28 @@ class HashKeys:
         Raises:
             InvalidArgumentError: a hash has less than 8 bytes.
         """
-        try:
-            numbers = struct.unpack(f"<{len(hashes)}q", b"".join([digest[:_KEY_BYTES] for digest in hashes]))
-        except struct.error:
-            shortest = min(map(len, hashes))
-            raise InvalidArgumentError(f"a block hash has {shortest} bytes, must have at least {_KEY_BYTES}") from None
+        numbers = _numbers("<", hashes, [digest[:_KEY_BYTES] for digest in hashes])
         turn = self._turn
         return cast("list[BlockKey]", [number ^ turn for number in numbers])  # a call per key would double the time
+
+
+def event_hashes(hashes: Sequence[bytes]) -> list[int]:
+    """Return the number by which vLLM's KV events name each block, for `ManagerClient.start_write`: the last 8 bytes of
+    its hash, big endian. An event has them unsigned, the wire as an int64.
+
+    Raises:
+        InvalidArgumentError: a hash has less than 8 bytes.
+    """
+    return _numbers(">", hashes, [digest[-_KEY_BYTES:] for digest in hashes])
+
+
+def _numbers(byte_order: str, hashes: Sequence[bytes], parts: Sequence[bytes]) -> list[int]:
+    """Return 8 bytes of each hash as a signed number."""
+    try:
+        return list(struct.unpack(f"{byte_order}{len(hashes)}q", b"".join(parts)))
+    except struct.error:
+        shortest = min(map(len, hashes))
+        raise InvalidArgumentError(f"a block hash has {shortest} bytes, must have at least {_KEY_BYTES}") from None
 
 
 class KeyChain:

@@ -148,10 +148,15 @@ class Requests:
         spec_groups: Sequence[str],
         timeout_seconds: int,
         min_replica_count: int,
+        event_hashes: Sequence[int],
     ) -> meta.StartWriteCacheRequest:
         """See `ManagerClient.start_write`."""
         if spec_groups and len(spec_groups) != len(keys):
             raise InvalidArgumentError(f"spec_groups has {len(spec_groups)} names, must be none or one per key")
+        if event_hashes and len(event_hashes) != len(keys):
+            raise InvalidArgumentError(
+                f"event_hashes has {len(event_hashes)} entries, must be none or one per key: {len(keys)}"
+            )
         return meta.StartWriteCacheRequest(
             trace_id=trace_id,
             instance_id=self.instance_id,
@@ -161,6 +166,7 @@ class Requests:
             min_replica_count=_number("min_replica_count", min_replica_count),
             parent_block_key=None if parent_block_key is None else _keys([parent_block_key], "parent_block_key")[0],
             node_id=self.node_id,
+            event_hashes=_keys(event_hashes, "event_hashes"),
         )
 
     def finish_write(

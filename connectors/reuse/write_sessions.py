@@ -76,7 +76,11 @@ class WriteSessions:
         return len(self._open)
 
     def start(
-        self, keys: Sequence[BlockKey], parent: BlockKey | None, part_groups: Sequence[str] = ()
+        self,
+        keys: Sequence[BlockKey],
+        parent: BlockKey | None,
+        part_groups: Sequence[str] = (),
+        event_hashes: Sequence[int] = (),
     ) -> WriteGrant | None:
         """Start a session; None: write nothing.
 
@@ -84,6 +88,7 @@ class WriteSessions:
             keys: consecutive block keys.
             parent: key before the first one, None when they begin a chain.
             part_groups: none, or per key the name of the group of parts to write.
+            event_hashes: none, or per key the number by which the engine's KV events name the block.
         """
         settings = self._settings
         grant = self._client.start_write(
@@ -91,6 +96,7 @@ class WriteSessions:
             parent_block_key=parent,
             spec_groups=part_groups,
             session_seconds=settings.session_seconds,
+            event_hashes=event_hashes,
             timeout_seconds=settings.call_seconds,
         )
         if grant is None:
@@ -215,6 +221,7 @@ def save_blocks(
     deadline_seconds: float,
     *,
     part_groups: Sequence[str] = (),
+    event_hashes: Sequence[int] = (),
     cancel: CancelToken | None = None,
     statistics: ReuseStatistics | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -230,13 +237,14 @@ def save_blocks(
             must stay as it is until the call returns.
         deadline_seconds: for the bytes; late blocks are not published.
         part_groups: none, or per key the name of the group of parts to write.
+        event_hashes: none, or per key the number by which the engine's KV events name the block.
         cancel: ends the call as its deadline does.
         statistics: where to count.
         clock: seconds of a clock that never runs backwards.
     """
     statistics = statistics or ReuseStatistics()
     started = clock()
-    grant = sessions.start(keys, parent, part_groups)
+    grant = sessions.start(keys, parent, part_groups, event_hashes)
     if grant is None:
         statistics.count_unsaved(Unsaved.NO_LEAVE, len(keys))
         return SavedBlocks((False,) * len(keys), reason="no leave to write")

@@ -40,6 +40,7 @@ __all__ = [
     "RankParts",
     "ReadLease",
     "TransferSummary",
+    "event_hashes",
     "stage_instance",
 ]
 
@@ -238,6 +239,22 @@ class PageKeys:
         return [BlockKey(((int(text[:_DIGITS], 16) ^ mask) ^ _SIGN) - _SIGN) for text in page_hashes]
 
 
+def event_hashes(page_hashes: Sequence[str]) -> list[int]:
+    """Return the number by which SGLang's KV events name each page: its first 64 bits, signed.
+
+    That holds for pages of requests without cache salt, adapter or another extra key. Events have other hashes for the
+    rest, and a storage backend gets neither these nor what they are made of: it cannot leave such pages out, whose
+    numbers then are of no event.
+
+    Args:
+        page_hashes: of SGLang, hexadecimal.
+
+    Raises:
+        ValueError: a hash is none.
+    """
+    return [(int(text[:_DIGITS], 16) ^ _SIGN) - _SIGN for text in page_hashes]
+
+
 # Every tensor-parallel rank saves its own heads: a page has a part `tp0`, `tp1`… per rank. MLA's latent rows are the
 # same on all ranks: there is one part, which the first one saves and all load. The stages of a pipeline have different
 # layers of different sizes, and register as instances of their own.
@@ -425,6 +442,7 @@ class PageStore:
             memory_of=lambda index, _: [piece.data for piece in pages[index]],
             deadline_seconds=self._options.save_seconds,
             part_groups=self._parts.groups_of(len(keys)),
+            event_hashes=event_hashes(page_hashes),
             statistics=self.statistics,
             clock=self._clock,
         )

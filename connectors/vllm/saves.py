@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from kvcm.connectors.calls import use_trace_id
-from kvcm.connectors.keys import HashKeys
+from kvcm.connectors.keys import HashKeys, event_hashes
 from kvcm.connectors.results import WriteGrant
 from kvcm.connectors.reuse.lookups import FoundPrefix
 from kvcm.connectors.reuse.statistics import ReuseStatistics, Unsaved
@@ -212,6 +212,8 @@ class BlockRun:
         keys: of the blocks.
         block_ids: of the engine, per block by id of the group.
         part_groups: per block the name of the group of parts that there are.
+        event_hashes: per block the number by which vLLM's KV events name it. Always there, whether or not this engine
+            publishes events: others that share the blocks may, and a router may come later.
     """
 
     tracked: TrackedRequest
@@ -220,6 +222,7 @@ class BlockRun:
     keys: Sequence[BlockKey]
     block_ids: Sequence[Mapping[int, int]]
     part_groups: Sequence[str]
+    event_hashes: Sequence[int]
 
     def batches(self, size: int) -> list[BlockRun]:
         """Return the run in pieces of up to `size` blocks."""
@@ -231,6 +234,7 @@ class BlockRun:
                 keys=self.keys[start : start + size],
                 block_ids=self.block_ids[start : start + size],
                 part_groups=self.part_groups[start : start + size],
+                event_hashes=self.event_hashes[start : start + size],
             )
             for start in range(0, len(self.keys), size)
         ]
@@ -364,7 +368,7 @@ class SaveQueue:
         grant = None
         try:
             with use_trace_id(run.tracked.id):
-                grant = self._sessions.start(run.keys, run.parent, run.part_groups)
+                grant = self._sessions.start(run.keys, run.parent, run.part_groups, run.event_hashes)
         finally:
             self._answers.append((run, grant, self._clock()))
 
@@ -557,8 +561,8 @@ class Reservations:
             self._reserving.pop(tracked.id, None)
         if not blocks:
             return
-        first = blocks[0].index
-        keys = tracked.keys(blocks[-1].index + 1)
+        first, end = blocks[0].index, blocks[-1].index + 1
+        keys = tracked.keys(end)
         has_all = [len(block.block_ids) == len(self._plan.groups) for block in blocks]
         self._saves.add(
             BlockRun(
@@ -568,5 +572,6 @@ class Reservations:
                 keys=keys[first:],
                 block_ids=[block.block_ids for block in blocks],
                 part_groups=[ALL_PARTS if is_whole else FULL_PARTS for is_whole in has_all],
+                event_hashes=event_hashes(tracked.request.block_hashes[first:end]),
             )
         )

@@ -100,6 +100,16 @@ def test_written_blocks_are_found(client: ManagerClient) -> None:
     assert client.match_length([99, *KEYS]) == 0
 
 
+def test_event_hashes_reach_the_manager(client: ManagerClient) -> None:
+    grant = granted(client, KEYS, event_hashes=[1, -(1 << 63), 0, (1 << 63) - 1, -5])
+    assert client.finish_write(grant.session_id, [True] * 5)
+    match = client.match_encoded(KEYS)
+    assert [meta.CacheLocation.FromString(each).event_hash for each in match.locations] == [
+        *(1, -(1 << 63), 0, (1 << 63) - 1, -5)
+    ]
+    assert found(client.match(KEYS)) == [True] * 5
+
+
 def test_modes_masks_and_parts(client: ManagerClient) -> None:
     write(client, KEYS[:2])
     write(client, KEYS[3:])
@@ -359,6 +369,8 @@ def test_addresses_are_checked(addresses: str | list[str]) -> None:
         (lambda c: c.start_write([1, 2], spec_groups=["g"]), "spec_groups has 1"),
         (lambda c: c.start_write([1], parent_block_key=-(1 << 63) - 1), "parent_block_key"),
         (lambda c: c.start_write([1], session_seconds=1 << 31), "session_seconds"),
+        (lambda c: c.start_write([1, 2], event_hashes=[1]), "event_hashes has 1 entries, must be none or one per key"),
+        (lambda c: c.start_write([1, 2], event_hashes=[1, 1 << 63]), r"event_hashes\[1\] is 9223372036854775808"),
         (
             lambda c: c.finish_write("s", [True] * 2, checksums=[{}]),
             "checksums has 1 entries, must have none, or .*: 2",

@@ -17,14 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcm.connectors.keys import HashKeys, KeyChain
+from kvcm.connectors.keys import HashKeys, KeyChain, event_hashes
 from kvcm.connectors.reuse import weight_files
 from kvcm.connectors.reuse.registration import KvIdentity
 from kvcm.connectors.reuse.weight_files import weights_digest
+from kvcm.connectors.sglang import page_store
 from kvcm.connectors.sglang.identity import weights_of
 from kvcm.connectors.sglang.page_store import PageKeys, PageParents
 from kvcm.model.directories import cache_directory
 from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.key_schemes import SGLANG_SHA256, VLLM_SHA256, VLLM_SHA256_CBOR, KeyScheme, block_hashes, vllm_root
 from kvcm.model.keys import BlockKey
 
 int64 = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -144,9 +146,29 @@ def test_a_key_is_the_hash_turned_by_the_namespace(hashes: list[bytes], namespac
     assert all(-(1 << 63) <= key < 1 << 63 for key in expected)
 
 
-def test_a_short_hash_is_refused() -> None:
+@pytest.mark.parametrize("of", [HashKeys(b"").keys, event_hashes])
+def test_a_short_hash_is_refused(of: Callable[[list[bytes]], object]) -> None:
     with pytest.raises(InvalidArgumentError, match="has 7 bytes"):
-        HashKeys(b"").keys([b"1234567"])
+        of([b"12345678", b"1234567"])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "block_tokens", "printed"),
+    [
+        (VLLM_SHA256, 16, [7536218907325174565, 9048537298590080561]),
+        (VLLM_SHA256_CBOR, 4, [2164874634404590027, 17270480062156288726]),
+    ],
+)
+def test_vllms_events_name_blocks_by_their_last_64_bits(algorithm: str, block_tokens: int, printed: list[int]) -> None:
+    """The numbers are those that the engine printed, without a sign."""
+    scheme = KeyScheme(algorithm, vllm_root(algorithm, "0"), 0, block_tokens)
+    hashes = block_hashes(scheme, range(1, 2 * block_tokens + 1))
+    assert event_hashes(hashes) == [number - (1 << 64) * (number >> 63) for number in printed]
+
+
+@given(st.lists(st.binary(min_size=8, max_size=40), max_size=50))
+def test_an_event_hash_is_the_end_of_the_hash(hashes: list[bytes]) -> None:
+    assert event_hashes(hashes) == [int.from_bytes(digest[-8:], "big", signed=True) for digest in hashes]
 
 
 # ---- Digests of files: equal for equal files, wherever they lie, and different for whatever was trained ----
@@ -268,6 +290,16 @@ def test_the_definition_does_not_change() -> None:
 def test_a_text_that_is_no_hash_is_refused() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         PageKeys(b"").keys(["no hash"])
+    with pytest.raises(ValueError, match="invalid literal"):
+        page_store.event_hashes(["no hash"])
+
+
+def test_sglangs_events_name_pages_by_their_first_64_bits() -> None:
+    """The numbers are those that the engine printed."""
+    pages = [digest.hex() for digest in block_hashes(KeyScheme(SGLANG_SHA256, b"", 0, 16), range(1, 33))]
+    assert page_store.event_hashes(pages) == [8635429971592222890, 1256577331724852459]
+    assert page_store.event_hashes(["f" * 64, "8" + "0" * 63]) == [-1, -(1 << 63)]
+    assert page_store.event_hashes([]) == []
 
 
 def test_parents_are_those_that_were_seen() -> None:

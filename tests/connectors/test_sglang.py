@@ -35,6 +35,7 @@ from kvcm.connectors.transfer import TransferEngine
 from kvcm.model.errors import InvalidArgumentError
 from kvcm.model.keys import BlockKey
 from kvcm.model.uri import LocationUri
+from kvcm.protocol.meta_service_pb2 import CacheLocation
 
 PATIENT = ("call_seconds", "load_seconds", "save_seconds", "shutdown_seconds")
 _HASHES = [sha256(bytes([number])).hexdigest() for number in range(16)]
@@ -136,6 +137,17 @@ def test_pages_that_are_stored_are_not_saved_again(open_store: Open) -> None:
     store.save(_HASHES[:3], slots(0, 1, 2))
     again = store.save(_HASHES[:4], slots(0, 1, 2, 3))
     assert (again.flags, again.pages) == ([True] * 4, 1)
+
+
+def test_pages_are_stored_with_the_numbers_of_the_engines_events(open_store: Open) -> None:
+    """Whether the engine publishes events or not, and for the parts of all ranks."""
+    first, second = (open_store(tp_rank=rank, tp_size=2) for rank in range(2))
+    pages = ["77d735ce838418aa" + "0" * 48, "f" * 64, *_HASHES[:1]]
+    for store in (first, second):
+        store.save(pages, slots(0, 1, 2))
+    match = first.link.client.match_encoded(first.keys.keys(pages), spec_names=first._parts.names, timeout_seconds=20)
+    found = [CacheLocation.FromString(each).event_hash for each in match.locations]
+    assert found == [8635429971592222890, -1, int.from_bytes(bytes.fromhex(_HASHES[0])[:8], "big", signed=True)]
 
 
 def test_a_page_counts_when_every_rank_has_saved_it(open_store: Open) -> None:

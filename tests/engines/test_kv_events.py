@@ -15,6 +15,7 @@ from tiny_models import prompt_tokens
 
 from kvcm.connectors.events.options import EngineOptions, SubscriberOptions
 from kvcm.connectors.events.subscriber import Subscriber
+from kvcm.connectors.sglang import page_store
 from kvcm.model.key_schemes import (
     SGLANG_SHA256,
     VLLM_SHA256,
@@ -129,4 +130,4 @@ def test_sglangs_page_hashes_are_ours() -> None:
     scheme = KeyScheme(SGLANG_SHA256, b"", 0, 16)
     assert [digest.hex() for digest in block_hashes(scheme, tokens)] == plain
     assert [digest.hex() for digest in block_hashes(scheme, tokens, "s")] == salted
-    assert block_keys(scheme, tokens) == numbers
+    assert block_keys(scheme, tokens) == page_store.event_hashes(plain) == numbers

@@ -19,6 +19,10 @@ from stored_parts import overwrite
 from tiny_models import prompt_tokens
 from vllm_rig import BLOCK_TOKENS, Rig, connected, sessions_open, settle
 
+from kvcm.connectors.client import ManagerClient
+from kvcm.connectors.exchanges import ClientSettings
+from kvcm.protocol.meta_service_pb2 import CacheLocation
+
 _SHAPE = (4, 4, BLOCK_TOKENS, 2, 32)  # of a stored block: layers, heads, tokens, K and V, elements
 
 
@@ -55,6 +59,19 @@ def test_another_process_loads_the_same_bytes(
     assert (computed.cached_tokens, reused.cached_tokens) == (0, 320)
     loaded = other_rig.engine_digests(prompt, tmp_path / "loaded")
     assert loaded == saved[:10]
+
+
+@pytest.mark.feature("vllm", "KV events")
+def test_blocks_are_stored_with_the_numbers_of_the_engines_events(rig: Rig) -> None:
+    """Though this engine publishes none: the last 8 bytes of its hashes."""
+    prompt = prompt_tokens(5 * BLOCK_TOKENS, seed=13)
+    rig.store(prompt, 1)
+    keys = rig.keys(prompt)
+    with ManagerClient(rig.manager.address, rig.instance_id, ClientSettings(timeout_seconds=60.0)) as client:
+        found = [CacheLocation.FromString(each).event_hash for each in client.match_encoded(keys).locations]
+    held = {int.from_bytes(bytes.fromhex(text)[-8:], "big", signed=True) for text in rig.engine.ask("cached_hashes")}
+    assert len(set(found)) == len(keys) == 5
+    assert set(found) <= held
 
 
 def test_a_prompt_of_full_blocks_leaves_one_token_to_compute(rig: Rig, plain_vllm: EngineProcess) -> None:
