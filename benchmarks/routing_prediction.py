@@ -3,10 +3,10 @@
 The turns that `routing.py` sends become a trace, the replay has the engines and blocks of its recorded run, and the hit
 rates of the replay stand beside those that the engines counted. No engine runs here.
 
-Clients send a turn when an answer comes; in a trace turns come at fixed times, four of them in flight. Which engine a
-hash gives depends on the engines' names: for `consistent_hash` the replay is one of several that are equally right.
-How long a turn is in flight, and how much of that is the answer, is not in the recorded figures: the target is judged
-with the turn's mean time and a guess of four fifths, and the least and the greatest prediction of others stand beside.
+Clients send a turn when an answer comes; in a trace turns come at fixed times, four of them in flight: the recorded
+mean time of a turn, of which the answer takes four fifths, a guess. Which engine a hash gives depends on the engines'
+ports, which were free ones and are not recorded: a prediction is the mean over several. Beside it stand the least and
+the greatest of all these ports and of other times.
 
     python benchmarks/routing_prediction.py [--quick] [--json FILE]
 """
@@ -40,12 +40,13 @@ from kvcm.optimizer.pooling import Engines, Routing, Topology, compare_pooling
 from kvcm.optimizer.trace import Trace
 
 _RECORDED: Final = Path(__file__).parent / "results" / "routing.json"
-_CASE: Final = re.compile(r"(?P<engines>\d+) engines of (?P<blocks>\d+) blocks, (?P<count>\d+) conversations .*, (\w+)")
+_CASE: Final = re.compile(r"(\d+) engines of (\d+) blocks, (\d+) conversations")
 _HIT_RATE: Final = "hit rate in engines"
 _SEED: Final = 5  # of the conversations of `routing.py`
-_TURN_SECONDS: Final = 0.05  # 400 turns took 20 s
+_TIME: Final = "time of all turns"
 _ANSWER_SHARE: Final = 0.8  # of the time in which a turn is in flight; a guess
-_OTHER_TIMES: Final = [(seconds, share) for seconds in (0.02, 0.05, 0.1) for share in (0.0, 0.5, 0.8, 1.0)]
+_OTHER_TIMES: Final = [(factor, share) for factor in (0.5, 1.0, 2.0) for share in (0.0, 0.5, 0.8, 1.0)]
+_FLEETS: Final = 20
 _TOKENS_PER_SECOND: Final = 10_000.0  # that the gateway assumes
 _MOST_OFF: Final = 0.1
 
@@ -60,6 +61,7 @@ class Recorded:
         conversations: how many.
         case: of its rows, without the policy.
         rates: that the engines counted, by policy.
+        turn_seconds: from one turn to the next, by policy.
     """
 
     engines: int
@@ -67,18 +69,25 @@ class Recorded:
     conversations: int
     case: str
     rates: Mapping[str, float] = field(default_factory=dict)
+    turn_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def recorded() -> Recorded:
     """Return the run of `results/routing.json`."""
     rows = json.loads(_RECORDED.read_text(encoding="utf-8"))["rows"]
-    values = {row["case"]: float(row["value"]) for row in rows if row["metric"] == _HIT_RATE}
-    rates = {case.rpartition(", ")[2]: value for case, value in values.items()}
-    case = next(iter(values)).rpartition(", ")[0]
-    found = _CASE.match(next(iter(values)))
+    values = {(row["metric"], row["case"]): float(row["value"]) for row in rows}
+    case = next(case for metric, case in values if metric == _HIT_RATE).rpartition(", ")[0]
+    found = _CASE.match(case)
     assert found, f"{case} is no case of routing.py"
-    engines, blocks, count = (int(found[name]) for name in ("engines", "blocks", "count"))
-    return Recorded(engines, blocks, count, case, {policy: rates[policy] for policy in POLICIES})
+    engines, blocks, count = map(int, found.groups())
+    return Recorded(
+        engines,
+        blocks,
+        count,
+        case,
+        rates={policy: values[_HIT_RATE, f"{case}, {policy}"] for policy in POLICIES},
+        turn_seconds={policy: values[_TIME, f"{case}, {policy}"] / (count * TURNS) for policy in POLICIES},
+    )
 
 
 def as_trace(them: Sequence[Conversation], turn_seconds: float) -> Trace:
@@ -137,39 +146,52 @@ def turns(them: Sequence[Conversation]) -> Iterator[tuple[Conversation, int]]:
 
 
 def predicted(
-    run: Recorded, turn_seconds: float = _TURN_SECONDS, answer_share: float = _ANSWER_SHARE
-) -> dict[str, float]:
-    """Return the hit rate of each policy in a replay."""
+    run: Recorded, policy: str, *, ports: Sequence[int], factor: float = 1.0, answer_share: float = _ANSWER_SHARE
+) -> float:
+    """Return the hit rate of a replay.
+
+    Args:
+        run: that is predicted.
+        policy: of the gateway.
+        ports: of its engines.
+        factor: times the recorded mean time is from one turn to the next.
+        answer_share: of the time in which a turn is in flight.
+    """
+    turn_seconds = factor * run.turn_seconds[policy]
     engines = Engines(
         run.engines,
         run.blocks,
         _TOKENS_PER_SECOND,
         seconds_per_output_token=answer_share * CLIENTS * turn_seconds / ANSWER_TOKENS,
+        given_names=tuple(f"127.0.0.1:{port}" for port in ports),
     )
     trace = as_trace(conversations(run.conversations, _SEED), turn_seconds)
-    routing = [Routing(policy) for policy in run.rates]
-    rows = compare_pooling(trace, engines, routing=routing, topologies=[Topology.LOCAL]).rows
-    return {row.routing.name: row.token_hit_rate for row in rows}
+    (row,) = compare_pooling(trace, engines, routing=[Routing(policy)], topologies=[Topology.LOCAL]).rows
+    return row.token_hit_rate
 
 
 def rows_of(run: Recorded) -> Iterator[Row]:
     """Yield predictions beside the rates that engines counted."""
-    others = [predicted(run, *times) for times in _OTHER_TIMES]
-    for policy, rate in predicted(run).items():
-        ratio = rate / run.rates[policy]
+    random = Random(3)
+    fleets = [random.sample(range(32_768, 61_000), run.engines) for _ in range(_FLEETS)]
+    for policy, measured in run.rates.items():
+        rates = [predicted(run, policy, ports=ports) for ports in fleets]
+        mean = sum(rates) / len(rates)
         yield Row(
             case=f"{run.case}, {policy}",
             metric="hit rate predicted, against that of the engines",
-            value=rate,
+            value=mean,
             unit="",
-            baseline=run.rates[policy],
-            ratio=ratio,
+            baseline=measured,
+            ratio=mean / measured,
             target=f"value / baseline = 1 +- {_MOST_OFF:g}",
-            ok=abs(ratio - 1) <= _MOST_OFF,
+            ok=abs(mean / measured - 1) <= _MOST_OFF,
         )
-        rates = [each[policy] for each in others]
-        yield Row(f"{run.case}, {policy}", "the least of other times", min(rates), "")
-        yield Row(f"{run.case}, {policy}", "the greatest of other times", max(rates), "")
+        rates += [
+            predicted(run, policy, ports=fleets[0], factor=factor, answer_share=share) for factor, share in _OTHER_TIMES
+        ]
+        yield Row(f"{run.case}, {policy}", "the least of other ports and times", min(rates), "")
+        yield Row(f"{run.case}, {policy}", "the greatest of other ports and times", max(rates), "")
 
 
 def main() -> int:

@@ -515,6 +515,7 @@ class Engines:
         load_bytes_per_second: from the pool, of one engine.
         load_latency_seconds: of a load, whatever its size.
         seconds_per_output_token: of an answer.
+        given_names: that policies hash; any others if empty.
 
     Raises:
         OptionError: a number is out of its range.
@@ -528,6 +529,7 @@ class Engines:
     load_bytes_per_second: float = 20e9
     load_latency_seconds: float = 0.0
     seconds_per_output_token: float = 0.02
+    given_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         most = 1 << 31
@@ -539,6 +541,7 @@ class Engines:
             ("kv_bytes_per_token", self.kv_bytes_per_token, 0 < self.kv_bytes_per_token < 1 << 40, "1 to 2^40 - 1"),
             ("load_bytes_per_second", self.load_bytes_per_second, 0 < self.load_bytes_per_second < 1e18, "above 0"),
             ("load_latency", self.load_latency_seconds, 0 <= self.load_latency_seconds <= 1e6, "0 to 1e6"),
+            ("names", len(self.given_names), len(set(self.given_names)) in (0, self.count), "one of each engine"),
             ("output_token", self.seconds_per_output_token, 0 <= self.seconds_per_output_token <= 1e6, "0 to 1e6"),
         )
         for field, value, is_right, allowed in ranges:
@@ -553,7 +556,7 @@ class Engines:
     @property
     def names(self) -> tuple[str, ...]:
         """Return what policies call them, `host:port` as in a gateway."""
-        return tuple(f"engine-{number}:8000" for number in range(self.count))
+        return self.given_names or tuple(f"engine-{number}:8000" for number in range(self.count))
 
     @property
     def costs(self) -> Costs:

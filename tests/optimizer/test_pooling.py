@@ -225,6 +225,17 @@ def test_requests_of_a_session_stay_together_and_others_go_by_their_first_tokens
     assert len(set(affinities_of(trace, 11))) == 5
 
 
+def test_names_of_engines_decide_what_a_hash_gives_and_nothing_else() -> None:
+    trace = trace_of([[number] for number in range(40)])
+    routed = [
+        rows_of(trace, Engines(2, 9, **RATES, given_names=names), topologies=[Topology.LOCAL])
+        for names in (("a:1", "b:1"), ("b:1", "a:1"))
+    ]
+    one, other = ({row.routing.name: row.routed_requests.tolist() for row in rows} for rows in routed)
+    assert one["consistent_hash"] == other["consistent_hash"][::-1]
+    assert one["round_robin"] == other["round_robin"] == [20, 20]
+
+
 # Policies as they are asked for.
 
 
@@ -271,6 +282,7 @@ def test_policies_that_are_none_are_refused(text: str, says: str) -> None:
         ({"kv_bytes_per_token": 0}, "kv_bytes_per_token is 0"),
         ({"load_bytes_per_second": 0.0}, r"load_bytes_per_second is 0\.0; allowed: above 0"),
         ({"load_latency_seconds": -1.0}, r"load_latency is -1\.0"),
+        ({"given_names": ("a", "a")}, "names is 2; allowed: one of each engine"),
         ({"seconds_per_output_token": -1.0}, r"output_token is -1\.0"),
     ],
 )
