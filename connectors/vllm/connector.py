@@ -268,7 +268,7 @@ class KVCMConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             identity = identity_of(vllm_config, plan, options)
             link = ManagerLink(_client(options), plan.specs(options.instance_group, identity), options.call_seconds)
-            events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens)
+            events = StoredEvents(_publishes_events(vllm_config), plan.block_tokens, options)
             mode = EngineMode.from_config(vllm_config, plan, options)
             weights = EngineWeights(weights_of(vllm_config, options), plan.ranks)
             self._scheduler = KvcmScheduler(

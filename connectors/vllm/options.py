@@ -41,6 +41,10 @@ class VllmOptions:
         staging_bytes: host memory of a rank for loads.
         transfer_threads: most accesses to a storage at once; 0 = number of cores, at most 4.
         shutdown_seconds: for loads and saves in flight when the engine ends; vLLM kills the process after 5 s.
+        storage_events: with KV events on, where a manager publishes those of the instance's storages
+            (`kvcm.storage_events.sockets`), such as `tcp://manager:5557`: then the engine publishes removals of blocks
+            that it stored; "" for none.
+        storage_replay: its `replay_endpoint`.
         follow_assignment: call the manager that managers announce for the instance, and `manager` when it does not
             serve; false: `manager` alone.
 
@@ -69,6 +73,8 @@ class VllmOptions:
     staging_bytes: int = 64 << 20
     transfer_threads: int = 0
     shutdown_seconds: float = 4.0
+    storage_events: str = ""
+    storage_replay: str = ""
     follow_assignment: bool = True
 
     def __post_init__(self) -> None:
@@ -85,6 +91,7 @@ class VllmOptions:
             raise InvalidArgumentError(f"option 'pinned_fraction' is {self.pinned_fraction}, must be > 0 and <= 0.9")
         if self.staging_bytes < 1 << 20:
             raise InvalidArgumentError(f"option 'staging_bytes' is {self.staging_bytes}, must be at least {1 << 20}")
+        _check_endpoints(self.storage_events, self.storage_replay)
         for name in ("transfer_threads", "shutdown_seconds"):
             if getattr(self, name) < 0:
                 raise InvalidArgumentError(f"option {name!r} is {getattr(self, name)}, must be >= 0")
@@ -107,3 +114,9 @@ class VllmOptions:
     def sessions(self) -> SessionSettings:
         """How long write sessions live."""
         return SessionSettings(self.session_seconds, 3 * self.save_seconds, self.call_seconds)
+
+
+def _check_endpoints(events: str, replay: str) -> None:
+    for name, value in (("storage_events", events), ("storage_replay", replay)):
+        if value and not value.startswith(("tcp://", "ipc://")):
+            raise InvalidArgumentError(f"option {name!r} is {value!r}, must be an endpoint such as tcp://host:5557")

@@ -19,10 +19,11 @@ from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvcm.connectors.events.published_blocks import StorageWatch
 from kvcm.connectors.keys import HashKeys
 from kvcm.connectors.reuse.loads import LoadReport
 from kvcm.connectors.reuse.lookups import FoundPrefix, Lookups
@@ -72,18 +73,25 @@ class StoredEvents:
     """KV events for the blocks that this engine stored, until vLLM takes them; safe to use from several threads.
 
     They are made only when vLLM is configured to publish KV events, for routers that send a request to the engine with
-    its prefix. The medium is vLLM's name for storage. The engine does not know which blocks the manager evicts, so
-    consumers have to treat events as hints.
+    its prefix. The medium is vLLM's name for storage. The engine does not know which blocks the manager evicts. With
+    `options.storage_events` it reads that from the manager's own events, and publishes a removal for each block that it
+    published; without, consumers have to treat events as hints.
 
     Args:
         is_enabled: whether vLLM publishes KV events.
         block_tokens: tokens per block.
+        options: of the connector.
     """
 
-    def __init__(self, is_enabled: bool, block_tokens: int) -> None:
+    def __init__(self, is_enabled: bool, block_tokens: int, options: VllmOptions) -> None:
         self._is_enabled = is_enabled
         self._block_tokens = block_tokens
-        self._events: deque[BlockStored] = deque(maxlen=_MAX_EVENTS)
+        is_followed = is_enabled and bool(options.storage_events)
+        # A removal must not be lost; there is one at most for each block that was published.
+        self._events: deque[BlockStored | BlockRemoved] = deque(maxlen=None if is_followed else _MAX_EVENTS)
+        self._watch: StorageWatch | None = None
+        if is_followed:
+            self._watch = StorageWatch(options.storage_events, options.storage_replay, self._on_gone)
 
     def on_stored(self, request: Any, blocks: Sequence[int]) -> None:
         """Record that blocks of a request, by their positions, are stored now."""
@@ -101,11 +109,24 @@ class StoredEvents:
                 medium=MEDIUM_STORAGE,
                 lora_name=lora.name if lora else None,
             )
-            self._events.append(event)
+            if self._watch is None:
+                self._events.append(event)
+            else:
+                self._watch.publish(hashes[block], event.block_hashes[0], partial(self._events.append, event))
 
-    def take_events(self) -> Iterable[BlockStored]:
+    def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
         """Return the events since the last call."""
+        if self._watch is not None:
+            self._watch.expire()
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self) -> None:
+        """Follow the manager's events no longer."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def _on_gone(self, name: int | bytes) -> None:
+        self._events.append(BlockRemoved(block_hashes=[name], medium=MEDIUM_STORAGE))
 
 
 _log = logging.getLogger(__name__)
@@ -330,7 +351,7 @@ class KvcmScheduler:
         blocks = tracked.found.locations[first : first + -(-tokens // self._plan.block_tokens)]
         return _external_cache_hit_sources(blocks, self._plan.block_tokens)
 
-    def take_events(self) -> Iterable[BlockStored]:
+    def take_events(self) -> Iterable[BlockStored | BlockRemoved]:
         """Return the events since the last call."""
         return self._events.take_events()
 
@@ -350,6 +371,7 @@ class KvcmScheduler:
         self._saves.close(deadline - self._clock())
         self._lookups.close(deadline - self._clock())
         self._link.close(deadline - self._clock())
+        self._events.close()
 
     def _on_reset(self) -> None:
         if not self._options.keep_on_reset:

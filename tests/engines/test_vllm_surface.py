@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,13 +10,18 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import grpc
 import pytest
 from engine_kinds import TRANSFORMERS, VLLM
 from engine_process import EngineProcess, EngineRefusedError, StartEngine, until
 from fault_mount import FaultMount, why_no_mounts
 from manager_process import ManagerProcess, start_manager
+from ports import free_port
 from tiny_models import prompt_tokens
 from vllm_rig import BLOCK_TOKENS, Rig, connected, forget, manager_metric, sessions_open, settle
+
+from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
 _BLOCK_BYTES = 4 * 4 * BLOCK_TOKENS * 64 * 4  # layers, heads, tokens, K and V, bytes
 _SEVERAL_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
@@ -85,6 +91,43 @@ def test_events_report_stored_blocks(rig: Rig) -> None:
     for one, following in pairwise(stored):
         assert [following["parent_block_hash"]] == one["block_hashes"]
     assert all(event["block_size"] == BLOCK_TOKENS for event in stored)
+
+
+@pytest.mark.feature("vllm", "KV events")
+def test_events_report_what_the_manager_removes(
+    new_engine: StartEngine, tiny_llama: Path, new_manager: Callable[..., ManagerProcess]
+) -> None:
+    instance_id = f"removals-{uuid4().hex[:8]}"
+    endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    socket = {"instance": instance_id, "endpoint": endpoint, "replay_endpoint": replay}
+    manager = new_manager(settings=[f"kvcm.storage_events.sockets={json.dumps([socket])}"])
+    options = connected(
+        manager.address, instance_id, keep_on_reset=True, storage_events=endpoint, storage_replay=replay
+    )
+    events = {"enable_kv_cache_events": True, "publisher": "null"}
+    engine = new_engine(VLLM, tiny_llama, kv_events_config=events, **options)
+    rig = Rig(engine, manager, instance_id).until_ready()
+    engine.ask("collect_events")
+    prompt = prompt_tokens(200, seed=3002)
+    rig.store(prompt)
+    rig.fresh([3], 1)
+    stored = [event["block_hashes"] for event in engine.ask("events") if event["medium"] == "STORAGE"][-6:]
+    removed = rig.keys(prompt)[3:6]
+    with grpc.insecure_channel(manager.address) as channel:
+        request = meta.RemoveCacheRequest(instance_id=instance_id, block_keys=removed)
+        assert MetaServiceStub(channel).RemoveCache(request).header.status.code == meta.OK
+
+    def published() -> bool:
+        rig.fresh([3], 1)  # vLLM publishes with its steps
+        gone = [event["block_hashes"] for event in engine.ask("removals") if event["medium"] == "STORAGE"]
+        assert all(each in stored for each in gone)
+        return sorted(gone) == sorted(stored[3:6])
+
+    until(published)
+    rig.store(prompt)
+    rig.fresh([3], 1)
+    again = [event["block_hashes"] for event in engine.ask("events") if event["medium"] == "STORAGE"]
+    assert again[-3:] == stored[3:6], "stored once more"
 
 
 def test_prompts_are_saved_at_once_and_new_tokens_in_batches(rig: Rig) -> None:

@@ -171,6 +171,15 @@ class VllmEngine:
             if hasattr(event, "token_ids")
         ]
 
+    def removals(self) -> list[dict[str, Any]]:
+        """Return the kept events of removed blocks."""
+        return [
+            {"block_hashes": list(event.block_hashes), "medium": event.medium}
+            for batch in self._batches
+            for event in batch.events
+            if hasattr(event, "block_hashes") and not hasattr(event, "token_ids")
+        ]
+
     def kvcm_counts(self) -> dict[str, Any]:
         """Return the counters of our connector since the start; only of one in this process."""
         return engine_inspection.counts(self._core())
