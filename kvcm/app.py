@@ -341,6 +341,7 @@ async def _keep_running(name: str, task: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             await task()
+            await asyncio.sleep(0)  # one that ends at once would hold up all others
         except KvcmError as error:  # the store is unavailable: the next round retries
             _log.warning("duty_interrupted", duty=name, reason=str(error))
             await asyncio.sleep(_PAUSE_SECONDS)

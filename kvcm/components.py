@@ -61,7 +61,7 @@ from kvcm.registry.registry import FIRST_SCHEMA, NEWEST_SCHEMA, SCHEMA_OF_RUNS, 
 from kvcm.registry.store_guard import StoreGuard
 from kvcm.residency.event_reports import EventTimes
 from kvcm.residency.residency import Residency, ResidencyLimits
-from kvcm.residency.storage_events import LoggedStorageEvents, StorageEvents, StorageEventSink
+from kvcm.residency.storage_events import LoggedStorageEvents, OpenIndex, StorageEvents, StorageEventSink
 from kvcm.service.admission import refuse_unless_leading
 from kvcm.service.alert_watch import AlertSources, AlertWatch
 from kvcm.service.calls import Plane
@@ -749,13 +749,24 @@ class _ComponentFactory:
         logged = LoggedStorageEvents(log)
         for name in self.settings.event_instances:
             sinks[name].append(logged)
-        handles = lambda: [resolve(each.instance_id).handle for each in instances.all()]  # noqa: E731
-        events = StorageEvents(handles, self.storages, sinks)
+
+        def indexes() -> list[OpenIndex]:
+            caches = [resolve(each.instance_id) for each in instances.all()] if self._answers_lookups else []
+            return [OpenIndex(each.handle, each.placement.store) for each in caches]
+
+        def generation() -> tuple[int, bool]:
+            return self.registry.generation, self._answers_lookups
+
+        events = StorageEvents(indexes, generation, self.storages, sinks)
         sockets = []
         for each in self.settings.event_sockets:
             sockets.append(StorageEventSocket(each, partial(events.snapshot, each.instance), self.clock.now))
             sinks[each.instance].append(sockets[-1])
         return EventPublication(events, sockets)
+
+    @property
+    def _answers_lookups(self) -> bool:
+        return self.leadership.is_leader or not _serves_only_as_leader(self.metadata, self.settings)
 
     def residency(self) -> Residency:
         settings, registered = self.settings, self.registry.instances.by_id
@@ -965,7 +976,8 @@ class Components:
         ]
         if self.storage_events.feed.is_active:
             tasks.append(("storage_events", self.storage_events.feed.run))
-            tasks += [(f"event_socket_{each.endpoint}", each.run) for each in self.storage_events.sockets]
+            sockets = [each for each in self.storage_events.sockets if each.has_replay]
+            tasks += [(f"event_socket_{each.endpoint}", each.run) for each in sockets]
         if self.metadata.eviction is not None:
             tasks.append(("store_policy", self.metadata.eviction.run))
         if self.times is not None:
@@ -997,7 +1009,7 @@ class Components:
             yield f"invalidations{suffix}", each.invalidations.run
             yield f"flags{suffix}", partial(each.flags.run_while, lambda: self.leadership.is_leader, seconds)
             if (feed := self.storage_events.feed).is_active:
-                yield f"new_blocks{suffix}", _new_blocks(each.client, feed).run
+                yield f"new_blocks{suffix}", _new_blocks(each, feed).run
         for store in self.metadata.block_stores.values():
             yield f"store_policy_{store.name}", store.eviction.run
         if self.metadata.block_stores:
@@ -1082,25 +1094,30 @@ class Components:
     @property
     def serves_only_as_leader(self) -> bool:
         """Whether calls are rejected while another manager leads."""
-        own_store = not self.metadata.store.is_shared and bool(self.settings.distributed_lock_uri)
-        return self.settings.require_leader or own_store
+        return _serves_only_as_leader(self.metadata, self.settings)
 
 
-def _new_blocks(client: RedisClient, events: StorageEvents) -> Invalidations:
+def _new_blocks(follower: StoreFollower, events: StorageEvents) -> Invalidations:
     """Return what follows the blocks that come to be read in a store, by whichever manager they were written."""
 
     def on_notice(notice: bytes) -> None:
         for uid, members in noticed_blocks(notice).items():
-            events.hint(uid, unpack_keys(members))
+            events.hint(uid, partial(unpack_keys, members))
 
+    client = follower.client
     return Invalidations(
         client,
         (),
         lambda _keys: None,
-        events.compare_all,
+        partial(events.compare_all, follower.name),
         channel=channel_of_new(client.prefix),
         on_notice=on_notice,
     )
+
+
+def _serves_only_as_leader(metadata: Metadata, settings: Settings) -> bool:
+    own_store = not metadata.store.is_shared and bool(settings.distributed_lock_uri)
+    return settings.require_leader or own_store
 
 
 async def _every(seconds: float, task: Callable[[], Awaitable[None]]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 from kvcm.connectors.events.decoding import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventHash
 from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints
@@ -72,10 +72,10 @@ class PublishedBlocks:
         """Take events of the manager."""
         for event in events:
             if isinstance(event, BlockStored):
-                for bits in event.hashes:
-                    self._doubtful.pop(bits, None)  # type: ignore[call-overload]
+                for bits in filter(_is_number, event.hashes):
+                    self._doubtful.pop(bits, None)
             elif isinstance(event, BlockRemoved):
-                for bits in event.hashes:
+                for bits in filter(_is_number, event.hashes):
                     self._drop(bits)
             else:
                 assert isinstance(event, AllBlocksCleared), event
@@ -92,12 +92,15 @@ class PublishedBlocks:
             for bits in list(self._doubtful):
                 self._drop(bits)
 
-    def _drop(self, bits: EventHash) -> None:
-        assert isinstance(bits, int)
+    def _drop(self, bits: int) -> None:
         name = self._names.pop(bits, None)
         self._doubtful.pop(bits, None)
         if name is not None:
             self._on_gone(name)
+
+
+def _is_number(name: EventHash) -> TypeGuard[int]:
+    return isinstance(name, int)
 
 
 class StorageWatch:

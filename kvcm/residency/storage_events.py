@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
@@ -20,13 +23,15 @@ from kvcm.telemetry import metrics as catalog
 from kvcm.telemetry.events import EventLog
 from kvcm.telemetry.metrics import Reading
 
-__all__ = ["ALL_INSTANCES", "EventCounts", "LoggedStorageEvents", "StorageEventSink", "StorageEvents"]
+__all__ = ["ALL_INSTANCES", "EventCounts", "LoggedStorageEvents", "OpenIndex", "StorageEventSink", "StorageEvents"]
 
 ALL_INSTANCES: Final = "*"
 
 _COMPONENT: Final = "storage_events"
 _IDLE_SECONDS: Final = 0.2  # the registry and the state of storages are compared so often
-_AGAIN_SECONDS: Final = 0.5
+_AGAIN_SECONDS: Final = 0.25
+_LONGEST_PAUSE_SECONDS: Final = 5.0
+_COMPARE_SECONDS: Final = 600.0
 _STEPS: Final = 16  # of one instance before others have a turn
 _log = structlog.get_logger("kvcm.residency")
 
@@ -83,34 +88,66 @@ class EventCounts(NamedTuple):
     incomplete: int
 
 
-class _Followed(NamedTuple):
-    uid: int
-    instance: Instance
+class OpenIndex(NamedTuple):
+    """The index of a registered instance.
+
+    Attributes:
+        handle: the index.
+        store: name of the store that it is in.
+    """
+
+    handle: IndexHandle
+    store: str
+
+
+@dataclass(slots=True)
+class _Followed:
+    """An instance that is followed.
+
+    Attributes:
+        index: of it.
+        blocks: that can be read.
+        failures: of reads, one after the other.
+        again_at: until when the store is left alone after a failure, seconds of the monotonic clock.
+        compare_at: when every block is compared in any case.
+    """
+
+    index: OpenIndex
     blocks: StoredBlocks
+    failures: int = 0
+    again_at: float = 0.0
+    compare_at: float = math.inf
 
 
 class StorageEvents:
     """Follows the instances that events are wanted of, those that are registered later as well.
 
     Args:
-        handles: returns the index of every registered instance.
+        indexes: returns the index of every registered instance; none while this manager does not answer lookups.
+        generation: another number whenever these may be others.
         view: which storages can be read.
         sinks: by id of the instance; those of `ALL_INSTANCES` get the changes of every instance.
+        clock: seconds of a clock that never runs backwards.
     """
 
     def __init__(
         self,
-        handles: Callable[[], Iterable[IndexHandle]],
+        indexes: Callable[[], Iterable[OpenIndex]],
+        generation: Callable[[], object],
         view: StorageView,
         sinks: Mapping[str, Sequence[StorageEventSink]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._handles = handles
+        self._indexes = indexes
+        self._generation = generation
+        self._known_generation: object = None
         self._view = view
         self._sinks = sinks
+        self._clock = clock
         self._followed: dict[str, _Followed] = {}
+        self._by_uid: dict[int, _Followed] = {}
         self._changed = asyncio.Event()
         self._stored = self._removed = 0
-        self._failure = ""
 
     @property
     def is_active(self) -> bool:
@@ -138,86 +175,102 @@ class StorageEvents:
         yield Reading(catalog.STORAGE_EVENT_MEMORY, counts.memory_bytes)
         yield Reading(catalog.STORAGE_EVENTS_INCOMPLETE, counts.incomplete)
 
-    def hint(self, uid: int, keys: Iterable[int]) -> None:
-        """Compare blocks of a registration that another manager wrote, by mixed keys."""
-        for followed in self._followed.values():
-            if followed.uid == uid:
-                followed.blocks.changed(keys)
+    def hint(self, uid: int, keys: Callable[[], Iterable[int]]) -> None:
+        """Compare blocks of a registration that another manager wrote.
 
-    def compare_all(self) -> None:
-        """Compare every block: hints may be missing."""
+        Args:
+            uid: of the registration.
+            keys: returns their mixed keys.
+        """
+        if (followed := self._by_uid.get(uid)) is not None:
+            followed.blocks.changed(keys())
+
+    def compare_all(self, store: str) -> None:
+        """Compare every block in a store: hints may be missing."""
         for followed in self._followed.values():
-            followed.blocks.all_changed()
+            if followed.index.store == store:
+                followed.blocks.all_changed()
 
     def snapshot(self, instance_id: str) -> Blocks | None:
         """Return the blocks that were published of an instance, None where it is not followed."""
         followed = self._followed.get(instance_id)
         return followed.blocks.snapshot() if followed is not None else None
 
-    def is_complete(self, instance_id: str) -> bool:
-        """Whether all blocks of an instance were compared since the start, or since hints were missing last."""
-        followed = self._followed.get(instance_id)
-        return followed is not None and followed.blocks.is_complete
-
     async def run(self) -> None:
         """Follow for ever, until cancelled."""
         while True:
             self._changed.clear()
             self.refresh()
-            try:
-                has_more = await self.step()
-            except KvcmError as error:
-                self._note_failure(str(error))
-                await asyncio.sleep(_AGAIN_SECONDS)
-                continue
-            self._note_failure("")
-            if not has_more:
+            if not await self.step():
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_IDLE_SECONDS):
                         await self._changed.wait()
 
     async def step(self) -> bool:
-        """Compare some blocks of every instance; return whether there are more.
-
-        Raises:
-            KvcmError: the store cannot be asked.
-        """
-        has_more = False
-        for followed in list(self._followed.values()):
-            for _ in range(_STEPS):
-                if not await followed.blocks.step():
-                    break
-                await asyncio.sleep(0)  # a store in this process does not suspend
+        """Compare some blocks of every instance; return whether there are more. A store that fails holds up the
+        instances in it alone."""
+        now, has_more = self._clock(), False
+        for followed in [each for each in self._followed.values() if each.again_at <= now]:
+            if now >= followed.compare_at:
+                followed.compare_at = now + _COMPARE_SECONDS
+                followed.blocks.all_changed()
+            try:
+                has_more = await self._step_of(followed) or has_more
+            except KvcmError as error:
+                self._note_failure(followed, str(error))
             else:
-                has_more = True
+                followed.failures = 0
         return has_more
 
+    async def _step_of(self, followed: _Followed) -> bool:
+        for _ in range(_STEPS):
+            if not followed.blocks.has_work:
+                return False
+            await followed.blocks.step()
+            await asyncio.sleep(0)  # a store in this process does not suspend
+        return followed.blocks.has_work
+
     def refresh(self) -> None:
-        """Begin to follow what was registered, and no longer those that are gone."""
+        """Begin to follow instances that were registered, and no longer those that are gone."""
+        generation = self._generation()
+        if generation == self._known_generation or not self._sinks:
+            return
+        self._known_generation = generation
         wanted = {
-            handle.instance_id: handle
-            for handle in (self._handles() if self._sinks else ())
-            if handle.instance_id in self._sinks or ALL_INSTANCES in self._sinks
+            each.handle.instance_id: each
+            for each in self._indexes()
+            if each.handle.instance_id in self._sinks or ALL_INSTANCES in self._sinks
         }
         for name in self._followed.keys() - wanted.keys():
-            self._followed.pop(name).blocks.close()
-        for name, handle in wanted.items():
-            followed = self._followed.get(name)
-            if followed is None:
-                on_change = partial(self._publish, handle.instance)
-                blocks = StoredBlocks(handle.meta_index, self._view, on_change, self._changed.set)
-            else:
-                (blocks := followed.blocks).follow(handle.meta_index)
-            self._followed[name] = _Followed(handle.uid, handle.instance, blocks)
+            self._followed[name].blocks.close()
+            del self._followed[name]
+        for name, index in wanted.items():
+            self._follow(name, index)
+        self._by_uid = {each.index.handle.uid: each for each in self._followed.values()}
 
-    def _publish(self, instance: Instance, change: StoredChange) -> None:
+    def _follow(self, name: str, index: OpenIndex) -> None:
+        followed = self._followed.get(name)
+        if followed is not None:
+            followed.index = index
+            followed.blocks.follow(index.handle.meta_index)
+            return
+        on_change = partial(self._publish, name)
+        blocks = StoredBlocks(index.handle.meta_index, self._view, on_change, self._changed.set)
+        self._followed[name] = followed = _Followed(index, blocks)
+        if index.handle.meta_index.is_shared:
+            followed.compare_at = self._clock() + _COMPARE_SECONDS
+
+    def _publish(self, name: str, change: StoredChange) -> None:
+        instance = self._followed[name].index.handle.instance
         self._stored += len(change.stored.keys)
         self._removed += len(change.removed.keys)
-        for name in (instance.instance_id, ALL_INSTANCES):
-            for sink in self._sinks.get(name, ()):
+        for of in (name, ALL_INSTANCES):
+            for sink in self._sinks.get(of, ()):
                 sink.publish(instance, change)
 
-    def _note_failure(self, reason: str) -> None:
-        if reason and not self._failure:
-            _log.warning("storage_events_waiting", reason=reason)
-        self._failure = reason
+    def _note_failure(self, followed: _Followed, reason: str) -> None:
+        if not followed.failures:
+            _log.warning("storage_events_waiting", instance=followed.index.handle.instance_id, reason=reason)
+        followed.failures += 1
+        pause = min(_LONGEST_PAUSE_SECONDS, _AGAIN_SECONDS * 2.0**followed.failures)
+        followed.again_at = self._clock() + pause

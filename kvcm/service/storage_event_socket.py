@@ -13,6 +13,7 @@ Each manager publishes everything, since it follows the store. A listener uses o
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +33,15 @@ from kvcm.residency.stored_blocks import Blocks, StoredChange
 __all__ = ["StorageEventSocket"]
 
 _MEDIUM: Final = "STORAGE"
-_END: Final = b"\xff" * 8
+_NUMBER_BYTES: Final = 8
+_END: Final = b"\xff" * _NUMBER_BYTES
+_NO_HASHES: Final = np.empty(0, np.int64)
 _HASHES_OF_BATCH: Final = 8192
-_QUEUED_BATCHES: Final = 100_000  # for a slow listener, as vLLM's hwm
+_QUEUED_BATCHES: Final = 1_000  # for a slow listener, some 10 MB; what it misses it asks for
+_MOST_KEPT_BYTES: Final = 64 << 20
+_REPLAYS_AT_ONCE: Final = 4
+_PAUSE_SECONDS: Final = 0.02
+_STUCK_SECONDS: Final = 30.0
 _LINGER_MS: Final = 500
 _encode: Final = msgspec.msgpack.Encoder().encode
 _log = structlog.get_logger("kvcm.service")
@@ -70,7 +77,8 @@ class StorageEventSocket:
         self._snapshot = snapshot
         self._now = now
         self._topic = settings.topic.encode()
-        self._kept: deque[_Batch] = deque(maxlen=settings.kept_batches)
+        self._kept: deque[_Batch] = deque()
+        self._kept_bytes = 0
         self._next = 0
         self._sockets: _Sockets | None = None
 
@@ -97,7 +105,11 @@ class StorageEventSocket:
             replay = zmq.asyncio.Socket(context, zmq.ROUTER)
             replay.setsockopt(zmq.LINGER, 0)
             replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # wait for a slow listener, and notice one that is gone
-            _bind(replay, self._settings.replay_endpoint)
+            try:
+                _bind(replay, self._settings.replay_endpoint)
+            except InvalidArgumentError:
+                publisher.close()
+                raise
         self._sockets = _Sockets(publisher, replay)
         self._send([{"type": "AllBlocksCleared"}])
 
@@ -115,37 +127,51 @@ class StorageEventSocket:
         if events:
             self._send(events)
 
+    @property
+    def has_replay(self) -> bool:
+        """Whether `run` has something to do."""
+        return bool(self._settings.replay_endpoint)
+
     async def run(self) -> None:
-        """Answer requests for replays, until cancelled."""
-        replay = self._sockets.replay if self._sockets is not None else None
-        while replay is not None:
-            frames = await replay.recv_multipart()
-            if len(frames) == 3 and len(frames[2]) == 8:
-                try:
-                    await self._replay(replay, frames[0], int.from_bytes(frames[2], "big"))
-                except _package().ZMQError as error:  # the listener is gone
-                    _log.info("storage_events_replay_ended", instance=self._settings.instance, reason=str(error))
+        """Answer requests for replays, some at a time, until cancelled."""
+        assert self._sockets is not None
+        replay = self._sockets.replay
+        async with asyncio.TaskGroup() as replays:
+            turns = asyncio.Semaphore(_REPLAYS_AT_ONCE)
+            while True:
+                await turns.acquire()
+                frames = await replay.recv_multipart()
+                if len(frames) == 3 and len(frames[2]) == _NUMBER_BYTES:
+                    task = replays.create_task(self._replay(replay, frames[0], int.from_bytes(frames[2], "big")))
+                    task.add_done_callback(lambda _task: turns.release())
+                else:
+                    turns.release()
 
     async def _replay(self, socket: Any, listener: bytes, first: int) -> None:
-        batches = list(self._since(first))
-        for sequence, payload in batches:
-            await socket.send_multipart([listener, b"", self._topic, sequence.to_bytes(8, "big"), payload])
-        await socket.send_multipart([listener, b"", b"", _END, b""])
+        try:
+            for sequence, payload in self._since(first):
+                number = sequence.to_bytes(_NUMBER_BYTES, "big")
+                await _send(socket, [listener, b"", self._topic, number, payload])
+            await _send(socket, [listener, b"", b"", _END, b""])
+        except (_package().ZMQError, TimeoutError) as error:  # the listener is gone, or reads nothing
+            _log.info("storage_events_replay_ended", instance=self._settings.instance, reason=str(error))
 
     def _since(self, first: int) -> Iterator[_Batch]:
-        """Yield the batches from one on, or a snapshot in place of those that are gone."""
-        if first >= self._next or (self._kept and first >= self._kept[0].sequence):
-            yield from (batch for batch in self._kept if batch.sequence >= first)
+        """Yield the batches from one on that exist now; or a snapshot, in place of those that are not kept, and for a
+        listener of another run, which may have read more."""
+        is_kept = bool(self._kept) and self._kept[0].sequence <= first <= self._next
+        if is_kept:
+            yield from [batch for batch in self._kept if batch.sequence >= first]
             return
-        blocks = self._snapshot()
-        hashes = self._hashes(blocks) if blocks is not None else []
-        count = min(self._next, max(1, -(-len(hashes) // _HASHES_OF_BATCH)))
+        last, blocks = self._next, self._snapshot()
+        hashes = blocks.event_hashes[blocks.event_hashes != 0] if blocks is not None else _NO_HASHES
+        count = min(last, max(1, -(-len(hashes) // _HASHES_OF_BATCH)))
         size = -(-len(hashes) // count)
         for number in range(count):
-            part = hashes[number * size : (number + 1) * size]
+            part = self._numbers(hashes[number * size : (number + 1) * size])
             events = [{"type": "AllBlocksCleared"}] if number == 0 else []
             events += [_stored_event(part)] if part else []
-            yield _Batch(self._next - count + number, self._payload(events))
+            yield _Batch(last - count + number, self._payload(events))
 
     def _stored(self, blocks: Blocks) -> Iterator[dict[str, Any]]:
         if hashes := self._hashes(blocks):
@@ -156,9 +182,11 @@ class StorageEventSocket:
             yield {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}
 
     def _hashes(self, blocks: Blocks) -> list[int]:
-        known: NDArray[Any] = blocks.event_hashes[blocks.event_hashes != 0]
-        hashes: list[int] = (known if self._settings.signed_hashes else known.view(np.uint64)).tolist()
-        return hashes
+        return self._numbers(blocks.event_hashes[blocks.event_hashes != 0])
+
+    def _numbers(self, hashes: NDArray[np.int64]) -> list[int]:
+        numbers: list[int] = hashes.tolist() if self._settings.signed_hashes else hashes.view(np.uint64).tolist()
+        return numbers
 
     def _payload(self, events: Sequence[dict[str, Any]]) -> bytes:
         return _encode([self._now(), events, 0])
@@ -167,9 +195,31 @@ class StorageEventSocket:
         batch = _Batch(self._next, self._payload(events))
         self._next += 1
         self._kept.append(batch)
+        self._kept_bytes += len(batch.payload)
+        while len(self._kept) > self._settings.kept_batches or self._kept_bytes > _MOST_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft().payload)
         if self._sockets is not None:
             # A PUB socket never blocks: what a listener is too slow for is lost to it, and the sequence says so.
-            self._sockets.publisher.send_multipart([self._topic, batch.sequence.to_bytes(8, "big"), batch.payload])
+            number = batch.sequence.to_bytes(_NUMBER_BYTES, "big")
+            self._sockets.publisher.send_multipart([self._topic, number, batch.payload])
+
+
+async def _send(socket: Any, frames: Sequence[bytes]) -> None:
+    """Send to a listener when it has space, and let others have a turn.
+
+    Raises:
+        TimeoutError: it has none for long.
+        ZMQError: it is gone.
+    """
+    async with asyncio.timeout(_STUCK_SECONDS):
+        while True:
+            try:
+                await socket.send_multipart(frames)
+            except _package().Again:  # full, while another listener is not: that is all that ZMQ waits for
+                await asyncio.sleep(_PAUSE_SECONDS)
+            else:
+                await asyncio.sleep(0)
+                return
 
 
 def _package() -> Any:
@@ -187,6 +237,7 @@ def _bind(socket: Any, endpoint: str) -> None:
     try:
         socket.bind(endpoint)
     except _package().ZMQError as error:
+        socket.close()
         raise InvalidArgumentError(f"kvcm.storage_events.sockets: {endpoint!r} cannot be bound: {error}") from None
 
 

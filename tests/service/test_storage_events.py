@@ -32,7 +32,7 @@ from kvcm.protocol.kvcm.v1 import storage_service_pb2 as storage_calls
 from kvcm.protocol.kvcm.v1.storage_service_pb2_grpc import StorageServiceStub
 from kvcm.protocol.meta_service_pb2_grpc import MetaServiceStub
 
-OPERATIONS = 10_000 if is_thorough() else 60 if is_quick() else 250
+OPERATIONS = 10_000 if is_thorough() else 60 if is_quick() else 150
 STORAGES = ("a", "b")
 SETTLE_SECONDS = 60.0
 END = b"\xff" * 8
@@ -348,3 +348,11 @@ def test_a_listener_that_missed_more_than_is_kept_knows_everything_after_a_repla
     late.replay()
     assert late.hashes == world.listener.hashes == world.readable()
     late.close()
+
+
+def test_a_manager_without_a_replay_socket_serves(tmp_path: Path) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    sockets = json.dumps([{"instance": "i", "endpoint": endpoint}])
+    manager = start_manager(tmp_path, settings=[f"kvcm.storage_events.sockets={sockets}"])
+    manager.stop()
+    assert manager.process.returncode == 0
