@@ -692,7 +692,7 @@ LIMITS = request_limits.RequestLimits(max_keys=2000, max_tokens=3000)
 SIZES = request_limits.RequestSizes(LIMITS)
 LIMIT_OF_LIST = {
     **dict.fromkeys(("block_keys", "values", "location_spec_group_names", "locations", "parts"), 2000),
-    **dict.fromkeys(("block_cache_keys", "events", "blocks"), 2000),
+    **dict.fromkeys(("block_cache_keys", "block_hashes", "event_hashes", "events", "blocks"), 2000),
     "GetCacheLocationsByBackendRequest.location_spec_names": 2000,
     "token_ids": 3000,
 }
