@@ -563,7 +563,15 @@ def _data_calls(
     residency = ResidencyApi(
         components.cache, components.residency, limits, costs=_costs(components.settings), assignment=assignment
     )
-    index = IndexApi(components.cache, components.registry, components.residency, residency, limits, run_id=uuid4().hex)
+    index = IndexApi(
+        components.cache,
+        components.registry,
+        components.residency,
+        residency,
+        limits,
+        run_id=uuid4().hex,
+        node_id=assignment.node_id,
+    )
     events = EventReportApi(components.cache, components.registry, components.residency, limits)
     return [*meta.calls(), *events.calls(), *pins.calls(), *pools.calls(), *residency.calls(), *index.calls()]
 

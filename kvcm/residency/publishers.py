@@ -27,7 +27,9 @@ _MOST_BLOCK_TOKENS: Final = 1 << 20
 _TEXTS: Final = (("engine", 1), ("model_name", 1), ("lora_name", 0), ("type", 0))
 _MOST_TEXT: Final = 256
 _MOST_ENDPOINT: Final = 256
-_ENDPOINT: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9_.-]{1,253}|\*):(?P<port>[0-9]{1,5})")
+_ENDPOINT: Final = re.compile(
+    r"tcp://(?:\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9][A-Za-z0-9_.-]{0,252}|\*):(?P<port>[0-9]{1,5})"
+)
 _SEED: Final = re.compile(r"random|0|[1-9][0-9]{0,9}")
 _MOST_SEED: Final = (1 << 32) - 1
 _ALGORITHMS: Final = ("sha256", "sha256_cbor")

@@ -5,12 +5,18 @@ that it is gone. Where reports are missing, everything that the reporter said be
 Invariant R2: a reporter is complete only when it has sent a snapshot since the last time that something was dropped.
 Invariant R3: the reports of one stream take effect in the order of their numbers, each once.
 
+Invariant R4: the key scheme of an instance is that of an available reporter, as long as one named any: of the first
+one, where those with a mask go before those without, since our connector's keys in storages have it, too. So it changes
+only when its last reporter is gone, or to one with a mask. A reporter with another scheme counts as known in part: no
+prompt finds its blocks.
+
 Nothing here fails a report for being behind: a manager that restarted, or has no room, answers that it wants a
 snapshot, or that the reporter is known in part.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from bisect import insort
 from collections import Counter
@@ -49,6 +55,8 @@ __all__ = [
     "SnapshotPart",
 ]
 
+_log = logging.getLogger(__name__)
+_OTHER_SCHEME: Final = "engine %s makes other block keys than the reporters of instance %r: no prompt finds its blocks"
 _ENDED_FACTOR: Final = 2  # ended streams that are known, for each reporter that there may be
 _FORGET_FACTOR: Final = 10  # timeouts after which a quiet reporter is forgotten with all that it reported
 
@@ -128,7 +136,7 @@ class ReportResult(NamedTuple):
 
     Attributes:
         applied_sequence: the highest number that took effect.
-        snapshot_required: whether the reporter is known in part.
+        snapshot_required: whether not everything is known that the reporter holds.
         resident_blocks: pairs of a block and a medium that it holds.
     """
 
@@ -218,6 +226,7 @@ class _Reporter:
     Attributes:
         visible: what it holds.
         building: what an unfinished snapshot says that it holds; None without one.
+        key_scheme: how it makes block keys; None where it did not say.
     """
 
     engine: Engine
@@ -230,6 +239,7 @@ class _Reporter:
     is_complete: bool = False
     is_quiet: bool = False
     gaps: int = 0
+    key_scheme: KeyScheme | None = None
 
     @property
     def resident_blocks(self) -> int:
@@ -252,7 +262,7 @@ class InstanceResidency:
 
     Attributes:
         instance: whose blocks they are.
-        key_scheme: how its engines make block keys, as the last reporter said that spoke of it.
+        key_scheme: how its engines make block keys, see invariant R4; None where no reporter said it.
         holders: the table of blocks and their holders.
         columns: of the hosts of all reporters.
         events: the event reporters.
@@ -331,19 +341,19 @@ class InstanceResidency:
         of_events = self.events.is_complete(engine.host) if len(self.events) else None
         if reporter is None:
             return bool(of_events)
-        return reporter.is_complete and not reporter.is_quiet and of_events is not False
+        return self._state(reporter) is ReporterState.COMPLETE and of_events is not False
 
     def state_of(self, engine: Engine) -> ReporterState | None:
         """Return how much is known of an engine, None where none of its reporters is available."""
         reporter = self._reporters.get(engine)
         if reporter is not None:
-            return _state(reporter)
+            return self._state(reporter)
         of_events = self.events.is_complete(engine.host) if len(self.events) else None
         return None if of_events is None else ReporterState.COMPLETE if of_events else ReporterState.PARTIAL
 
     def states(self) -> Iterator[ReporterState]:
         """Yield the state of every reporter."""
-        return map(_state, self._reporters.values())
+        return map(self._state, self._reporters.values())
 
     def reporters(self) -> Iterator[ReporterStatus]:
         """Yield the reporters, ordered by engine."""
@@ -355,7 +365,7 @@ class InstanceResidency:
                 blocks[medium] = blocks.get(medium, 0) + unit.blocks
             yield ReporterStatus(
                 engine,
-                _state(reporter),
+                self._state(reporter),
                 sequence=reporter.sequence,
                 quiet_seconds=max(0.0, now - reporter.last_report),
                 blocks=blocks,
@@ -432,11 +442,15 @@ class InstanceResidency:
             self._drop(reporter)
         reporter.sequence = report.sequence
         self._counts.reports += 1
-        if report.key_scheme is not None:
-            self.key_scheme = report.key_scheme
+        if report.key_scheme not in {None, reporter.key_scheme}:
+            reporter.key_scheme = report.key_scheme
+            self._choose_scheme()
+            if reporter.key_scheme != self.key_scheme:
+                _log.warning(_OTHER_SCHEME, report.engine.host, self.instance.instance_id)
         if report.stopped:
             self._end(report.engine, report.stream)
             self._remove(reporter)
+            self._choose_scheme()
             return ReportResult(report.sequence, False, 0)
         if report.snapshot is not None and report.snapshot.first:
             self._blocks.retire((reporter.building or {}).values())
@@ -490,6 +504,7 @@ class InstanceResidency:
         if reporter.is_quiet:
             reporter.is_quiet = False
             self._blocks.set_visible(reporter.visible.values(), is_visible=True)
+            self._choose_scheme()
         return reporter
 
     def _apply(self, reporter: _Reporter, change: Change) -> None:
@@ -554,6 +569,20 @@ class InstanceResidency:
             del self._ranks[reporter.engine.address]
         self.columns.release(reporter.engine.host)
 
+    def _choose_scheme(self) -> None:
+        """Keep the key scheme, or choose another one (R4)."""
+        named = [each.key_scheme for each in self._reporters.values() if each.key_scheme and not each.is_quiet]
+        masked = [scheme for scheme in named if scheme.mask]
+        found = masked or named
+        if found and self.key_scheme not in found:
+            self.key_scheme = found[0]
+
+    def _state(self, reporter: _Reporter) -> ReporterState:
+        if reporter.is_quiet:
+            return ReporterState.QUIET
+        has_scheme = reporter.key_scheme in {None, self.key_scheme}
+        return ReporterState.COMPLETE if reporter.is_complete and has_scheme else ReporterState.PARTIAL
+
     def expire(self) -> None:
         """Hide reporters that say nothing any more, and forget those that have not for long."""
         now, timeout = self._clock.now(), self._limits.timeout_seconds
@@ -565,17 +594,12 @@ class InstanceResidency:
                 reporter.is_quiet = True
                 self._counts.expired += 1
                 self._blocks.set_visible(reporter.visible.values(), is_visible=False)
+        self._choose_scheme()
         self.events.expire()
 
     def maintain(self) -> bool:
         """Do a millisecond of work in the background; return whether there is more."""
         return self._blocks.maintain()
-
-
-def _state(reporter: _Reporter) -> ReporterState:
-    if reporter.is_quiet:
-        return ReporterState.QUIET
-    return ReporterState.COMPLETE if reporter.is_complete else ReporterState.PARTIAL
 
 
 def _result(reporter: _Reporter) -> ReportResult:

@@ -1,4 +1,5 @@
-"""Residency within its limits: no report fails for memory, and nothing that is dropped is taken for known."""
+"""Residency within its limits: no report fails for memory or for another key scheme, and nothing that is dropped is
+taken for known."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from fake_clock import FakeClock
 
 from kvcm.model.errors import CapacityError
 from kvcm.model.instances import Instance, LocationSpecInfo, ModelDeployment
+from kvcm.model.key_schemes import SGLANG_SHA256, KeyScheme
 from kvcm.residency.block_holders import ALL_PARTS, Medium
 from kvcm.residency.block_table import Keys
 from kvcm.residency.residency import (
@@ -15,6 +17,7 @@ from kvcm.residency.residency import (
     Engine,
     InstanceResidency,
     Report,
+    ReporterState,
     ReportResult,
     Residency,
     ResidencyLimits,
@@ -110,3 +113,66 @@ def test_there_are_at_most_so_many_reporters() -> None:
         rig.send(B, keys_of(2))
     rig.send(A, keys_of(3))
     assert [status.engine for status in rig.instance.reporters()] == [A]
+
+
+PLAIN, OTHER = KeyScheme(SGLANG_SHA256, b"", 0, 16), KeyScheme(SGLANG_SHA256, b"", 0, 32)
+MASKED = KeyScheme(SGLANG_SHA256, b"", 7, 16)
+C = Engine("c:1")
+COMPLETE, PARTIAL, QUIET = ReporterState.COMPLETE, ReporterState.PARTIAL, ReporterState.QUIET
+
+
+class Schemes:
+    """Engines that name key schemes."""
+
+    def __init__(self) -> None:
+        self.rig = Rig(timeout_seconds=30)
+        self.instance = self.rig.instance
+
+    def name(self, engine: Engine, scheme: KeyScheme | None, sequence: int = 1, *, stopped: bool = False) -> bool:
+        """Report, and return whether a snapshot is wanted."""
+        snapshot = None if stopped else WHOLE
+        report = Report(engine, "run", sequence, snapshot=snapshot, stopped=stopped, key_scheme=scheme)
+        return self.instance.report(report).snapshot_required
+
+    @property
+    def states(self) -> dict[Engine, ReporterState]:
+        """Return the states of the reporters."""
+        return {each.engine: each.state for each in self.instance.reporters()}
+
+
+def test_a_key_scheme_stays_as_long_as_an_engine_has_it() -> None:
+    schemes = Schemes()
+    instance = schemes.instance
+    for engine, scheme in ((A, PLAIN), (B, OTHER), (C, None)):
+        assert not schemes.name(engine, scheme), "a snapshot would not help"
+        assert instance.key_scheme == PLAIN
+    assert schemes.states == {A: COMPLETE, B: PARTIAL, C: COMPLETE}
+    assert [instance.is_complete(engine) for engine in (A, B, C)] == [True, False, True]
+    schemes.name(A, None, 2, stopped=True)
+    assert instance.key_scheme == OTHER
+    assert schemes.states == {B: COMPLETE, C: COMPLETE}
+    schemes.name(B, PLAIN, 2)  # it says another one itself
+    assert (instance.key_scheme, schemes.states) == (PLAIN, {B: COMPLETE, C: COMPLETE})
+
+
+def test_a_key_scheme_of_quiet_engines_gives_way_and_does_not_come_back() -> None:
+    schemes = Schemes()
+    schemes.name(A, PLAIN)
+    schemes.rig.clock.time += 20
+    schemes.name(B, OTHER)
+    schemes.rig.clock.time += 20
+    schemes.instance.expire()
+    assert (schemes.instance.key_scheme, schemes.states) == (OTHER, {A: QUIET, B: COMPLETE})
+    schemes.name(A, None, 2)
+    assert (schemes.instance.key_scheme, schemes.states) == (OTHER, {A: PARTIAL, B: COMPLETE})
+
+
+def test_a_key_scheme_with_a_mask_goes_before_those_without() -> None:
+    schemes = Schemes()
+    schemes.name(A, PLAIN)
+    schemes.name(B, MASKED)
+    assert (schemes.instance.key_scheme, schemes.states) == (MASKED, {A: PARTIAL, B: COMPLETE})
+    schemes.name(C, PLAIN)
+    assert schemes.instance.key_scheme == MASKED
+    schemes.name(B, None, 2, stopped=True)
+    assert (schemes.instance.key_scheme, schemes.states) == (PLAIN, {A: COMPLETE, C: COMPLETE})

@@ -176,6 +176,7 @@ REFUSED: dict[str, list[Refused]] = {
         _bad_publisher("no block size", "publisher.block_size is 0", "from 1", block_size=0),
         _bad_publisher("a negative rank", "publisher.rank is -1", "from 0 to 65535", rank=-1),
         _bad_publisher("a file", "publisher.endpoint is 'ipc:///x'", "tcp://host:port", endpoint="ipc:///x"),
+        _bad_publisher("an option", "publisher.endpoint is 'tcp://-x:1'", "tcp://host:port", endpoint="tcp://-x:1"),
         _bad_publisher("no port", "publisher.replay_endpoint", "tcp://host:port", replay_endpoint="tcp://a"),
         _bad_publisher("a profile", "hash_profile.strategy is ''", "vllm_v1", hash_profile={"algorithm": "sha256"}),
     ],
