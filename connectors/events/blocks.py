@@ -32,6 +32,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from hashlib import sha256
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvcm.connectors.events.decoding import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventHash
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import CapacityError, InvalidArgumentError
 from kvcm.model.key_schemes import KVCM, SGLANG_SHA256, KeyScheme, block_hash, salt_seed
 from kvcm.model.keys import BlockKey, block_keys_from_tokens
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
@@ -99,6 +100,7 @@ class MappingSettings:
         scheme: of the block keys.
         group_specs: name of the part that a group of layers is, by number; empty: see the module.
         counts_copies: whether a block is gone only when all its copies are.
+        most_blocks: that are held, each as often as there are memories with it; infinite for an engine that is trusted.
 
     Raises:
         InvalidArgumentError: two groups are the same part, or the scheme is another engine's.
@@ -108,6 +110,7 @@ class MappingSettings:
     scheme: KeyScheme
     group_specs: Mapping[int, str]
     counts_copies: bool = True
+    most_blocks: float = math.inf
 
     def __post_init__(self) -> None:
         if len(set(self.group_specs.values())) < len(self.group_specs):
@@ -176,7 +179,11 @@ class HeldBlocks:
         return key in self._keys.get(memory, ())
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Apply events in order, and publish what they change."""
+        """Apply events in order, and publish what they change.
+
+        Raises:
+            CapacityError: there are more blocks than are held; the blocks are to be cleared.
+        """
         changes: list[Change] = []
         for event in events:
             if isinstance(event, BlockStored):
@@ -232,6 +239,8 @@ class HeldBlocks:
         self._copies[hashed, memory] = copies + 1
         if copies:
             return None
+        if len(self._copies) > self._settings.most_blocks:
+            raise CapacityError(f"the engine holds more than {self._settings.most_blocks} blocks")
         self._memories[hashed] += 1
         self._mapped[hashed] = mapped
         self._keys.setdefault(memory, set()).add(mapped.key)

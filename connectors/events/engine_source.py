@@ -9,6 +9,7 @@ therefore never handled before the break that preceded it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, Final
 from kvcm.connectors.events.packages import zmq
 from kvcm.connectors.events.stream import EventStream
 
-__all__ = ["EngineSource", "RankEndpoints", "rank_endpoint"]
+__all__ = ["EngineSource", "RankEndpoints", "SourceLimits", "rank_endpoint"]
 
 _log = logging.getLogger("kvcm.subscriber")
 _POLL_MS: Final = 50
@@ -46,6 +47,23 @@ class RankEndpoints:
     replay_endpoint: str = ""
     topic: str = ""
     binds: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLimits:
+    """What a publisher that is not trusted may send.
+
+    Attributes:
+        frame_bytes: of a frame; with a longer one the connection is closed.
+        most_messages: that wait to be read. What is beyond waits at the publisher, or is lost and replayed.
+        replayed_messages: that wait of a replay: engines keep 10,000.
+        step_bytes: that are read at a time.
+    """
+
+    frame_bytes: int = 64 << 20
+    most_messages: int = 64
+    replayed_messages: int = 10_000
+    step_bytes: int = 64 << 20
 
 
 def rank_endpoint(endpoint: str, rank: int, host: str) -> str:
@@ -78,6 +96,7 @@ class EngineSource:
         changed: lock of the stream, notified after every change.
         on_engine: called with the lock when the engine went away (false) or is back (true).
         wall_clock: seconds since 1970, as engines write them.
+        limits: of what is read; None for an engine that is trusted.
 
     Attributes:
         lag_seconds: from the engine's message to its arrival here, of the last one.
@@ -93,6 +112,7 @@ class EngineSource:
         changed: threading.Condition,
         on_engine: Callable[[bool], None],
         wall_clock: Callable[[], float] = time.time,
+        limits: SourceLimits | None = None,
     ) -> None:
         self._zmq = zmq()
         self._context = context
@@ -101,13 +121,15 @@ class EngineSource:
         self._changed = changed
         self._on_engine = on_engine
         self._wall_clock = wall_clock
+        self._limits = limits
         self.lag_seconds = 0.0
         self._replay: Any = None
         self._was_gone = False
         self.malformed_frames = 0
         self.has_failed = False
         self._socket = self._new_socket(self._zmq.SUB)
-        self._socket.setsockopt(self._zmq.RCVHWM, 0)  # what waits here is bounded by what engines keep anyway
+        # What waits here of an engine that is trusted is bounded by what engines keep anyway.
+        self._socket.setsockopt(self._zmq.RCVHWM, 0 if limits is None else limits.most_messages)
         self._socket.setsockopt(self._zmq.SUBSCRIBE, endpoints.topic.encode())
         # Not CONNECTED: a proxy in front of a dead engine accepts, too, and then closes.
         events = self._zmq.EVENT_HANDSHAKE_SUCCEEDED | self._zmq.EVENT_DISCONNECTED
@@ -210,9 +232,11 @@ class EngineSource:
 
     def _received(self, socket: Any) -> list[list[bytes]]:
         found: list[list[bytes]] = []
+        left = math.inf if self._limits is None else self._limits.step_bytes
         try:
-            while len(found) < _MOST_AT_ONCE:
+            while len(found) < _MOST_AT_ONCE and left > 0:
                 found.append(socket.recv_multipart(self._zmq.NOBLOCK))
+                left -= sum(map(len, found[-1]))
         except self._zmq.Again:
             pass
         return found
@@ -221,7 +245,7 @@ class EngineSource:
         if self._replay is not None:
             self._replay.close(linger=0)
         self._replay = self._new_socket(self._zmq.DEALER)
-        self._replay.setsockopt(self._zmq.RCVHWM, 0)
+        self._replay.setsockopt(self._zmq.RCVHWM, 0 if self._limits is None else self._limits.replayed_messages)
         self._replay.connect(self._endpoints.replay_endpoint)
         self._replay.send_multipart([b"", first.to_bytes(_NUMBER_BYTES, "big")])
 
@@ -233,6 +257,8 @@ class EngineSource:
         # A host that vanished without a word, or a connection that a firewall forgot, would look like a quiet engine.
         socket.setsockopt(self._zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         socket.setsockopt(self._zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
+        if self._limits is not None:
+            socket.setsockopt(self._zmq.MAXMSGSIZE, self._limits.frame_bytes)
         if "[" in self._endpoints.endpoint:
             socket.setsockopt(self._zmq.IPV6, 1)
         return socket

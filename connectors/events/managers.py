@@ -81,7 +81,8 @@ class ManagerSet:
         given: `host:port` of each given manager.
         clock: seconds of a clock that never runs backwards.
         follows: whether managers that answers name get reports.
-        on_change: called without the lock when `streams` may have changed, or a probe may be due.
+        on_change: called without the lock when `streams` may have changed, or a probe may be due; an answer
+            that says what was known is no reason.
     """
 
     def __init__(
@@ -128,13 +129,15 @@ class ManagerSet:
             found = self._addresses.get(address)
             if found is None:
                 return
+            before = self._facts()
             found.failing_since = None
-            if not node_id:
-                return
-            if self._follows:
-                self._record_named(found, list(named)[:_MOST_NAMED])
-            self._place(address, found, node_id, is_report=True)
-        self._on_change()
+            if node_id:
+                if self._follows:
+                    self._record_named(found, list(named)[:_MOST_NAMED])
+                self._place(address, found, node_id, is_report=True)
+            has_changed = self._facts() != before
+        if has_changed:
+            self._on_change()
 
     def on_failure(self, address: str) -> None:
         """A report was not answered."""
@@ -169,6 +172,13 @@ class ManagerSet:
         self._on_change()
 
     # ---- with the lock ----
+
+    def _facts(self) -> list[tuple[object, ...]]:
+        """Return what `streams` and `next_probe` go by, without times."""
+        return [
+            (name, each.named, each.node_id, each.is_used, each.epoch, each.failing_since is None)
+            for name, each in self._addresses.items()
+        ]
 
     def _forget(self) -> None:
         oldest = self._clock() - _FORGET_SECONDS

@@ -9,8 +9,9 @@ the engine is the same and nothing is missing. Invariants:
    than is known, and never less.
 2. When it is not certain that no message is missing, the stream waits for a replay; when that does not bring certainty,
    everything is dropped (`on_lost`), and the stream begins from the next message.
-3. Messages that come while a replay is awaited are kept, at most `most_waiting`, and applied behind it. Those that came
-   before it was asked for are in it: engines publish a message before they answer a later request.
+3. Messages that come while a replay is awaited are kept, at most `most_waiting` of at most `most_waiting_bytes`, and
+   applied behind it. Those that came before it was asked for are in it: engines publish a message before they answer a
+   later request.
 4. An engine that was not reached yet is like one whose connection broke: after a moment it counts as gone.
 5. Another run is noticed by the break of the connection, and by a number 0 or one that does not go on.
 """
@@ -18,6 +19,7 @@ the engine is the same and nothing is missing. Invariants:
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from enum import Enum, auto
 from hashlib import blake2b
 
 from kvcm.connectors.events.decoding import Event, EventBatch, decode_batch
+from kvcm.model.errors import CapacityError
 
 __all__ = ["EventStream", "StreamCounters", "StreamSettings"]
 
@@ -41,12 +44,14 @@ class StreamSettings:
         replay_seconds: for a replay that says nothing.
         engine_seconds: for an engine whose connection broke; then its blocks count as gone.
         most_waiting: messages that are kept during a replay.
+        most_waiting_bytes: of these; infinite for an engine that is trusted.
     """
 
     has_replay: bool = True
     replay_seconds: float = 10.0
     engine_seconds: float = 5.0
     most_waiting: int = 100_000
+    most_waiting_bytes: float = math.inf
 
 
 @dataclass(slots=True)
@@ -76,7 +81,7 @@ class EventStream:
 
     Args:
         settings: how patient to be.
-        apply: applies events to the blocks.
+        apply: applies events to the blocks; a CapacityError says that there are too many of them.
         on_lost: drops all blocks, since it is not known which of them are there.
         clock: seconds of a clock that never runs backwards.
 
@@ -107,6 +112,7 @@ class EventStream:
         self._digest = b""
         self._mode = _Mode.LIVE
         self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting_bytes = 0
         self._replay_from: int | None = None
         self._is_replay_due = False
         self._has_reply = False
@@ -140,8 +146,9 @@ class EventStream:
         self.counters.messages += 1
         if self._mode is _Mode.REPLAY:
             self._waiting.append((number, payload))
-            if len(self._waiting) > self._settings.most_waiting:
-                self._waiting.popleft()  # a gap behind the replay, which another one fills
+            self._waiting_bytes += len(payload)
+            while self._is_full():
+                self._next_waiting()  # a gap behind the replay, which another one fills
         else:
             self._on_live(number, payload)
 
@@ -248,6 +255,9 @@ class EventStream:
         is_lossy = batch.is_lossy
         try:
             self._apply(batch.events)
+        except CapacityError as error:
+            _log.warning("message %d is not applied, and all blocks are dropped: %s", number, error)
+            is_lossy = True
         except Exception:  # a message must not end the process, whatever is in it
             _log.exception("message %d cannot be applied: all blocks are dropped", number)
             self.counters.malformed += 1
@@ -269,6 +279,7 @@ class EventStream:
     def _begin_replay(self, number: int) -> None:
         self._mode = _Mode.REPLAY
         self._replay_from, self._is_replay_due, self._has_reply = number, True, False
+        self._waiting_bytes = 0
         self._waiting.clear()  # a replay that is asked for now has all that was published so far
         self._deadline = self._clock() + self._settings.replay_seconds
         self._has_tried_start = self._has_tried_start or number == 0
@@ -305,9 +316,18 @@ class EventStream:
         self._mode = _Mode.LIVE
         covered = self.last
         while self._waiting and self._mode is _Mode.LIVE:
-            number, payload = self._waiting.popleft()
+            number, payload = self._next_waiting()
             if covered is None or number > covered:
                 self._on_live(number, payload)
+
+    def _is_full(self) -> bool:
+        settings = self._settings
+        return len(self._waiting) > settings.most_waiting or self._waiting_bytes > settings.most_waiting_bytes
+
+    def _next_waiting(self) -> tuple[int, bytes]:
+        number, payload = self._waiting.popleft()
+        self._waiting_bytes -= len(payload)
+        return number, payload
 
     # ---- losses ----
 

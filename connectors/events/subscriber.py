@@ -27,7 +27,7 @@ from kvcm.connectors.client import error_reply, open_channel
 from kvcm.connectors.credentials import CredentialFiles
 from kvcm.connectors.events.blocks import Change, HeldBlocks, MappingSettings
 from kvcm.connectors.events.discovery import discover_ranks, fetch_instance, registered_scheme, weights_version
-from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints, rank_endpoint
+from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints, SourceLimits, rank_endpoint
 from kvcm.connectors.events.health import HealthServer, Metric, Sample
 from kvcm.connectors.events.managers import ManagerSet
 from kvcm.connectors.events.options import EngineOptions, SubscriberOptions, parse_arguments
@@ -48,6 +48,8 @@ _CALL_SECONDS: Final = 5.0
 _PROBE_SECONDS: Final = 2.0
 _FOLLOW_SECONDS: Final = 1.0  # between two checks whether a probe is due, or a manager is named no more
 _JOIN_SECONDS: Final = 5.0
+_MOST_REGISTERED_BLOCKS: Final = 1 << 20  # of a rank: some 500 MB
+_MOST_REGISTERED_BYTES: Final = 64 << 20  # of messages that wait for a replay
 _WORST_ANSWER_SECONDS: Final = 30.0  # without an answer for longer, the process counts as unhealthy
 _OK: Final = int(ErrorCode.OK)
 
@@ -122,6 +124,10 @@ class ManagerLinks:
         """Return a connection of its own to an address."""
         return ReportSender(address, self._login, self._name_of(address))
 
+    def index_clients(self) -> list[IndexClient]:
+        """Return clients of the registrations at all managers that get reports."""
+        return [IndexClient(address, self._login, self._name_of(address)) for address in self.managers.streams()]
+
     def send(self, sender: ReportSender, request: pb.ReportResidencyRequest) -> pb.ReportResidencyResponse | str:
         """Send a report, and record what its answer says of managers."""
         answer = sender(request)
@@ -170,6 +176,7 @@ class RankPlan:
         mapping: how its events become blocks.
         stream: how patient its stream is.
         reports: sizes and times of its reports.
+        limits: of what it may send; None for an engine that is trusted.
     """
 
     identity: ReporterIdentity
@@ -177,6 +184,7 @@ class RankPlan:
     mapping: MappingSettings
     stream: StreamSettings
     reports: ReporterSettings
+    limits: SourceLimits | None = None
 
 
 class _Outlet:
@@ -242,7 +250,13 @@ class RankSubscriber:
         self.blocks = HeldBlocks(plan.mapping, self._on_changes)
         self.stream = EventStream(plan.stream, self.blocks.apply, self._on_lost, clock)
         self._context = zmq().Context()
-        self.source = EngineSource(self._context, plan.endpoints, self.stream, self._changed, self._on_engine)
+        try:
+            self.source = EngineSource(
+                self._context, plan.endpoints, self.stream, self._changed, self._on_engine, limits=plan.limits
+            )
+        except Exception:
+            self._context.destroy(linger=0)
+            raise
         name = f"kvcm-events-{plan.identity.engine}/{plan.identity.rank}"
         self._reading = threading.Thread(target=self.source.run, args=(self._stop,), name=name, daemon=True)
         self.follow_managers()
@@ -253,11 +267,18 @@ class RankSubscriber:
         """Whether the rank is read."""
         return self.stream.is_connected and not self.source.has_failed
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the rank is read no more, through a fault of ours."""
+        return self.source.has_failed
+
     def follow_managers(self) -> None:
         """Begin and end reports so that those managers get them that are to get them now."""
         streams = self._links.managers.streams()
         with self._changed:
             if self._stop.is_set():
+                return
+            if {address: outlet.epoch for address, outlet in self._outlets.items()} == streams:
                 return
             for address in [each for each in self._outlets if each not in streams]:
                 self._outlets.pop(address).stop(is_dropped=True)
@@ -534,9 +555,10 @@ def registered_plan(rank: RegisteredRank, options: SubscriberOptions) -> RankPla
     return RankPlan(
         ReporterIdentity(rank.instance_id, rank.name, rank.rank, rank.scheme),
         rank.endpoints,
-        MappingSettings(rank.engine, rank.scheme, {}, rank.engine == "vllm"),
-        StreamSettings(bool(rank.endpoints.replay_endpoint)),
+        MappingSettings(rank.engine, rank.scheme, {}, rank.engine == "vllm", most_blocks=_MOST_REGISTERED_BLOCKS),
+        StreamSettings(bool(rank.endpoints.replay_endpoint), most_waiting_bytes=_MOST_REGISTERED_BYTES),
         _reporter_settings(options),
+        limits=SourceLimits(),
     )
 
 
@@ -625,18 +647,16 @@ class Subscriber:
         self.engines = tuple([EngineSubscriber(engine, options, login, self.links) for engine in options.engines])
         threads = [threading.Thread(target=self._follow, name="kvcm-managers", daemon=True)]
         if options.registrations:
-            self.registrations = self._registrations(options, login)
+            self.registrations = self._registrations(options)
             name = "kvcm-registrations"
             threads.append(threading.Thread(target=self.registrations.run, args=(self._stop,), name=name, daemon=True))
         self._following = threads
         for thread in threads:
             thread.start()
 
-    def _registrations(
-        self, options: SubscriberOptions, login: CredentialFiles
-    ) -> RegistrationFollower[RankSubscriber]:
+    def _registrations(self, options: SubscriberOptions) -> RegistrationFollower[RankSubscriber]:
         return RegistrationFollower(
-            [IndexClient(address, login) for address in options.managers],
+            self.links.index_clients,
             options.allowed_hosts,
             lambda rank: RankSubscriber(registered_plan(rank, options), self.links),
             {(each.instance_id, each.engine_address) for each in options.engines},
@@ -665,6 +685,7 @@ class Subscriber:
     def faults(self) -> list[str]:
         """Return the faults of this process that a restart would mend."""
         found = [fault for engine in self.engines for fault in engine.faults()]
+        found += [] if self.registrations is None else self.registrations.faults()
         return [*found, "managers are not followed any more, see the log"] if self._has_failed else found
 
     def close(self) -> None:

@@ -61,6 +61,11 @@ class Publisher:
         """Publish whatever bytes."""
         self._todo.append((payload, loses))
 
+    @property
+    def published(self) -> int:
+        """Number of the next message, when all that is to be published is."""
+        return self._number + len(self._todo)
+
     def close(self) -> None:
         """End, as a killed engine does."""
         self._stop.set()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcm.connectors.events.blocks import CLEARED, Change, HeldBlocks, MappingSettings, Memory
 from kvcm.connectors.events.decoding import decode_batch
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.model.errors import CapacityError, InvalidArgumentError
 from kvcm.model.key_schemes import (
     KVCM,
     VLLM_SHA256,
@@ -282,3 +282,14 @@ def test_keys_are_those_of_prompts_however_their_blocks_come(
             rank.feed(stored(VLLM, prompt, cut, 3, salt))
     assert rank.keys() == {key for prompt in tokens for key in block_keys(VLLM, prompt, salt)}
     assert not rank.blocks.unmapped
+
+
+def test_there_are_at_most_so_many_blocks() -> None:
+    rank = Rank(most_blocks=2)
+    rank.feed(stored(VLLM, TOKENS, 0, 2))
+    rank.feed(stored(VLLM, TOKENS, 0, 2))  # copies are no further blocks
+    with pytest.raises(CapacityError, match="more than 2 blocks"):
+        rank.feed(stored(VLLM, TOKENS, 2, 3))
+    rank.blocks.clear()
+    rank.feed(stored(VLLM, TOKENS, 0, 2))
+    assert len(rank.blocks) == 2

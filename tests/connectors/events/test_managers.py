@@ -332,6 +332,31 @@ def test_a_list_without_end_is_cut() -> None:
     assert sum(managers.states().values()) == 64
 
 
+def test_only_what_changes_something_is_signalled() -> None:
+    signals: list[None] = []
+    managers = ManagerSet(("a:1", "b:1"), FakeClock().now, on_change=lambda: signals.append(None))
+
+    def count() -> int:
+        found = len(signals)
+        signals.clear()
+        return found
+
+    named = [AnnouncedManager("x", "a:1"), AnnouncedManager("y", "b:1")]
+    managers.on_answer("a:1", "x", named)
+    assert count() == 1
+    for _ in range(3):
+        managers.on_answer("a:1", "x", named)
+        managers.on_answer("a:1")
+    assert count() == 0
+    managers.on_failure("a:1")
+    managers.on_failure("a:1")
+    assert count() == 1
+    managers.on_answer("a:1")
+    assert count() == 1
+    managers.on_answer("a:1", "x", [*named, AnnouncedManager("z", "c:1")])
+    assert count() == 1
+
+
 def _set_of(*given: str) -> tuple[ManagerSet, FakeClock]:
     clock = FakeClock()
     assert math.isfinite(clock.now())

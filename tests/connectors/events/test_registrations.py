@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from engine_model import stored
 from event_sockets import Publisher
+from fake_clock import FakeClock
 from ports import free_port
 from rest_client import RestClient
 from test_transport_process import ManagerProcess, manager
 from test_transport_sites import Site, unique
 from waiting import until
 
+from kvcm.connectors.addresses import AnnouncedManager
 from kvcm.connectors.credentials import ClientCredentials, CredentialFiles
+from kvcm.connectors.events.engine_source import SourceLimits
 from kvcm.connectors.events.options import AllowedHosts, SubscriberOptions, parse_arguments
 from kvcm.connectors.events.registrations import (
+    FORGET_SECONDS,
     MOST_RANKS,
+    REOPEN_SECONDS,
     IndexClient,
     RegisteredRank,
     RegistrationFollower,
     registered_rank,
 )
-from kvcm.connectors.events.subscriber import Subscriber
-from kvcm.model.errors import InvalidArgumentError
+from kvcm.connectors.events.subscriber import ManagerLinks, RankSubscriber, Subscriber, registered_plan
+from kvcm.model.errors import ErrorCode, InvalidArgumentError
 from kvcm.model.key_schemes import SGLANG_SHA256, VLLM_SHA256, VLLM_SHA256_CBOR, KeyScheme, vllm_root
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
+from kvcm.protocol.kvcm.v1 import residency_service_pb2_grpc as rpc
 
 ANY = AllowedHosts("")
 SCHEME = KeyScheme(VLLM_SHA256_CBOR, vllm_root(VLLM_SHA256_CBOR, "0"), 0, 4)
@@ -71,6 +82,9 @@ def test_a_wildcard_is_the_host_of_the_engine() -> None:
         ({"replay_endpoint": "tcp://[::1]:80"}, "registration_hosts"),
         ({"endpoint": "tcp://evil.example:80"}, "registration_hosts"),
         ({"block_size": 0}, "block_tokens"),
+        ({"endpoint": "tcp://-x:80"}, "tcp://host:port"),
+        ({"endpoint": "tcp://.x:80"}, "tcp://host:port"),
+        ({"endpoint": "tcp://_x:80"}, "tcp://host:port"),
     ],
 )
 def test_what_must_not_be_read_is_refused(changes: dict[str, Any], text: str) -> None:
@@ -108,6 +122,7 @@ class Opened:
 
     rank: RegisteredRank
     is_closed: bool = False
+    has_failed: bool = False
 
     def close(self) -> None:
         """End."""
@@ -151,15 +166,28 @@ def post(process: ManagerProcess, path: str, **fields: Any) -> tuple[int, Any]:
         return answer.status, json.loads(answer.raw)
 
 
-def client_of(process: ManagerProcess) -> IndexClient:
+def client_of(address: str) -> IndexClient:
     """Return a client of a manager."""
-    return IndexClient(process.address.rpc, CredentialFiles(ClientCredentials()))
+    return IndexClient(address, CredentialFiles(ClientCredentials()))
+
+
+def described(process: ManagerProcess) -> pb.DescribeIndexResponse:
+    """Return the registrations at a manager."""
+    with client_of(process.address.rpc) as client:
+        return client.describe()
+
+
+def follower_of(
+    address: str, readers: Readers, clock: Callable[[], float] = time.monotonic
+) -> RegistrationFollower[Opened]:
+    """Return a follower of one manager."""
+    return RegistrationFollower(lambda: [client_of(address)], ANY, readers, clock=clock)
 
 
 def test_registrations_are_read_as_long_as_they_stand(server: ManagerProcess) -> None:
     readers = Readers()
     instance = register(server)
-    follower = RegistrationFollower([client_of(server)], ANY, readers)
+    follower = follower_of(server.address.rpc, readers)
     assert follower.troubles() == ["registrations: not asked yet"]
     follower.poll()
     follower.poll()
@@ -184,27 +212,29 @@ def test_registrations_are_read_as_long_as_they_stand(server: ManagerProcess) ->
 def test_a_configured_engine_is_not_read_twice(server: ManagerProcess) -> None:
     readers = Readers()
     instance = register(server)
-    follower = RegistrationFollower([client_of(server)], ANY, readers, {(instance, "e")})
+    follower = RegistrationFollower(lambda: [client_of(server.address.rpc)], ANY, readers, {(instance, "e")})
     follower.poll()
     assert (readers.opened, follower.troubles()) == ([], [])
 
 
 def test_a_manager_that_is_away_or_restarts_ends_nothing(tmp_path: Path) -> None:
     readers, port = Readers(), free_port()
-    address = f"kvcm.service.rpc_port={port}"
-    with manager(tmp_path / "manager", address) as process:
+    settings = f"kvcm.service.rpc_port={port}", "kvcm.leader_elector.node_id=m1"
+    with manager(tmp_path / "manager", *settings) as process:
         instance = register(process)
-        follower = RegistrationFollower([client_of(process)], ANY, readers)
+        follower = follower_of(process.address.rpc, readers)
         follower.poll()
         assert len(follower.readers) == 1
     follower.poll()
     assert len(follower.readers) == 1
     assert "does not answer" in follower.troubles()[0]
-    with manager(tmp_path / "manager", address) as process:
-        assert client_of(process).describe().publishers == []
+    with manager(tmp_path / "manager", *settings) as process:
+        before = described(process)
+        assert before.node_id == "m1"
+        assert not before.publishers
         follower.poll()
         assert follower.troubles() == []
-        (again,) = client_of(process).describe().publishers
+        (again,) = described(process).publishers
         assert (again.engine, again.instance_id) == ("e", instance)
         assert len(readers.opened) == 1
         assert post(process, "/unregister", instance_id="e", dp_rank=0)[0] == 200
@@ -212,20 +242,271 @@ def test_a_manager_that_is_away_or_restarts_ends_nothing(tmp_path: Path) -> None
         assert follower.readers == []
 
 
-class ManyPublishers(IndexClient):
-    """A manager with more registrations than are read."""
+@dataclass
+class Node:
+    """A manager behind a `Service`.
 
-    def describe(self) -> pb.DescribeIndexResponse:
-        """Return them."""
-        publishers = [publisher(rank=rank, endpoint=f"tcp://10.0.0.1:{rank + 1}") for rank in range(MOST_RANKS + 5)]
-        return pb.DescribeIndexResponse(run_id="r", publishers=publishers)
+    Attributes:
+        node_id: of it.
+        run_id: of its run.
+        publishers: that are registered.
+        contexts: of its index.
+    """
+
+    node_id: str
+    run_id: str = "1"
+    publishers: list[pb.Publisher] = field(default_factory=list)
+    contexts: list[pb.IndexContext] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """Begin another run, which has no registrations."""
+        self.run_id += "1"
+        self.publishers = []
 
 
-def test_not_any_number_is_read() -> None:
+@dataclass
+class Service(rpc.ResidencyServiceServicer):
+    """An address that leads to one of several managers.
+
+    Attributes:
+        node: that it leads to.
+        address: of it.
+        code: answer to registrations; None where these get none.
+    """
+
+    node: Node
+    address: str = ""
+    code: ErrorCode | None = ErrorCode.OK
+
+    def DescribeIndex(self, request: pb.DescribeIndexRequest, context: Any) -> pb.DescribeIndexResponse:  # noqa: N802
+        """See the service."""
+        node = self.node
+        answer = pb.DescribeIndexResponse(node_id=node.node_id, run_id=node.run_id)
+        answer.publishers.extend(node.publishers)
+        answer.contexts.extend(node.contexts)
+        answer.header.status.code = int(ErrorCode.OK)  # type: ignore[assignment]
+        return answer
+
+    def RegisterPublisher(  # noqa: N802
+        self, request: pb.RegisterPublisherRequest, context: Any
+    ) -> pb.RegisterPublisherResponse:
+        """See the service."""
+        if self.code is None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "for a moment")
+        answer = pb.RegisterPublisherResponse()
+        answer.header.status.code = int(self.code)  # type: ignore[arg-type, assignment]
+        if self.code is ErrorCode.OK:
+            self.node.publishers.append(request.publisher)
+        return answer
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with ThreadPoolExecutor(2) as threads:
+        server = grpc.server(threads)
+        made = Service(Node("a"))
+        rpc.add_ResidencyServiceServicer_to_server(made, server)  # type: ignore[no-untyped-call]
+        made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        try:
+            yield made
+        finally:
+            server.stop(0).wait()
+
+
+def ranks(count: int, group: str = "", engine: str = "e") -> list[pb.Publisher]:
+    """Return registrations of a group."""
+    return [
+        publisher(engine=engine, instance_group=group, rank=rank, endpoint=f"tcp://10.0.0.1:{rank + 1}")
+        for rank in range(count)
+    ]
+
+
+def test_a_service_of_two_managers_brings_no_registration_back(service: Service) -> None:
+    first, second = service.node, Node("b")
+    first.publishers, readers = ranks(2), Readers()
+    follower = follower_of(service.address, readers)
+    for service.node in (first, second, first, second):
+        follower.poll()
+        assert len(follower.readers) == 2
+    first.publishers = []  # its client unregistered them
+    for service.node in (first, second, first):
+        follower.poll()
+        assert (first.publishers, second.publishers, follower.readers) == ([], [], [])
+    assert follower.troubles() == []
+
+
+def test_a_manager_that_never_answers_again_is_forgotten(service: Service) -> None:
+    readers, clock = Readers(), FakeClock()
+    service.node.publishers = ranks(1)
+    follower = follower_of(service.address, readers, clock.now)
+    follower.poll()
+    service.node = Node("b")
+    clock.time += FORGET_SECONDS / 2
+    follower.poll()
+    assert len(follower.readers) == 1
+    clock.time += FORGET_SECONDS / 2
+    follower.poll()
+    assert follower.readers == []
+    assert service.node.publishers == []
+
+
+@pytest.mark.parametrize("code", [None, ErrorCode.SERVICE_NOT_READY])
+def test_a_registration_that_cannot_be_made_again_now_is_made_later(service: Service, code: ErrorCode | None) -> None:
     readers = Readers()
-    login = CredentialFiles(ClientCredentials())
-    RegistrationFollower([ManyPublishers("127.0.0.1:1", login)], ANY, readers).poll()
-    assert len(readers.opened) == MOST_RANKS
+    service.node.publishers = ranks(3)
+    follower = follower_of(service.address, readers)
+    follower.poll()
+    service.node.restart()
+    service.code = code
+    for _ in range(2):
+        follower.poll()
+        assert "3 are not made again" in follower.troubles()[0]
+        assert len(follower.readers) == 3
+    service.code = ErrorCode.OK
+    follower.poll()
+    assert sorted(each.rank for each in service.node.publishers) == [0, 1, 2]
+    assert (follower.troubles(), len(readers.opened), len(follower.readers)) == ([], 3, 3)
+
+
+def test_a_registration_that_is_refused_is_given_up(service: Service) -> None:
+    service.node.publishers = ranks(2)
+    follower = follower_of(service.address, Readers())
+    follower.poll()
+    service.node.restart()
+    service.code = ErrorCode.DUPLICATE_ENTITY
+    follower.poll()
+    assert (follower.readers, follower.troubles()) == ([], [])
+    service.code = ErrorCode.OK
+    follower.poll()
+    assert service.node.publishers == []
+
+
+def test_registrations_of_named_managers_are_followed_too() -> None:
+    options = SubscriberOptions(("a:1",), (), "127.0.0.1:0", registrations=True)
+    links = ManagerLinks(options, CredentialFiles(ClientCredentials()))
+    links.managers.on_answer("a:1", "x", [AnnouncedManager("x", "a:1"), AnnouncedManager("y", "b:1")])
+    assert [each.address for each in links.index_clients()] == ["a:1"]
+    assert links.managers.next_probe() == "b:1"
+    links.managers.on_probe("b:1", "y")
+    assert [each.address for each in links.index_clients()] == ["a:1", "b:1"]
+
+
+def counts_of(follower: RegistrationFollower[Opened]) -> dict[str, int]:
+    """Return how many ranks of each engine are read."""
+    return dict(Counter(each.rank.name for each in follower.readers))
+
+
+def test_no_group_keeps_others_from_being_read(service: Service) -> None:
+    service.node.publishers = ranks(MOST_RANKS + 5, "z", "first")
+    readers = Readers()
+    follower = follower_of(service.address, readers)
+    follower.poll()
+    assert counts_of(follower) == {"first": MOST_RANKS // 2}
+    before = service.node.publishers
+    service.node.publishers = [*ranks(MOST_RANKS + 5, "a", "second"), *ranks(3, "b", "third"), *before]
+    follower.poll()
+    counts = counts_of(follower)
+    assert (counts["first"], counts["third"]) == (MOST_RANKS // 2, 3)
+    assert MOST_RANKS // 4 - 3 <= counts["second"] <= MOST_RANKS // 4
+    assert not any(each.is_closed for each in readers.opened)
+    service.node.publishers = ranks(MOST_RANKS + 5, "a", "second")
+    for _ in range(2):
+        follower.poll()
+        assert counts_of(follower) == {"second": MOST_RANKS // 2}
+
+
+def test_groups_that_come_at_once_get_equal_shares(service: Service) -> None:
+    service.node.publishers = [*ranks(MOST_RANKS, "a", "first"), *ranks(MOST_RANKS, "b", "second")]
+    follower = follower_of(service.address, Readers())
+    follower.poll()
+    counts = counts_of(follower)
+    assert abs(counts["first"] - counts["second"]) <= 1
+    assert counts["first"] + counts["second"] >= MOST_RANKS // 2
+
+
+def test_a_reader_that_failed_is_opened_again_after_a_pause(service: Service) -> None:
+    clock, readers = FakeClock(), Readers()
+    service.node.publishers = ranks(2)
+    follower = follower_of(service.address, readers, clock.now)
+    follower.poll()
+    failed, other = readers.opened
+    failed.has_failed = True
+    assert follower.troubles() == ["registered engine e rank 0 is not read for now, see the log"]
+    follower.poll()
+    assert (failed.is_closed, follower.readers) == (True, [other])
+    assert len(follower.troubles()) == 1
+    clock.time += REOPEN_SECONDS
+    follower.poll()
+    assert [each.rank.rank for each in follower.readers] == [1, 0]
+    assert (follower.troubles(), follower.faults(), other.is_closed) == ([], [], False)
+
+
+def test_ranks_of_an_instance_whose_keys_have_a_mask_are_not_read(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.node.publishers = ranks(1)
+    readers = Readers()
+    follower = follower_of(service.address, readers)
+    service.node.contexts = [pb.IndexContext(instance_id="instance", key_scheme=pb.KeyScheme(mask=0))]
+    follower.poll()
+    assert len(follower.readers) == 1
+    service.node.contexts = [pb.IndexContext(instance_id="instance", key_scheme=pb.KeyScheme(mask=7))]
+    follower.poll()
+    assert (follower.readers, follower.troubles()) == ([], [])
+    assert "have a mask" in caplog.text
+
+
+def test_following_that_fails_is_a_fault() -> None:
+    stop, faults = threading.Event(), []
+
+    def managers() -> list[IndexClient]:
+        faults.append(follower.faults())
+        if len(faults) == 2:
+            stop.set()
+        raise ValueError("a fault of ours")
+
+    follower = RegistrationFollower(managers, ANY, Readers())
+    follower.run(StopAtOnce(stop))  # type: ignore[arg-type]
+    assert faults == [[], ["registrations are not followed, see the log"]]
+
+
+@dataclass
+class StopAtOnce:
+    """An event that is waited for without a pause."""
+
+    event: threading.Event
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self.event.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Return at once."""
+
+
+def test_what_a_registered_rank_sends_is_bounded() -> None:
+    options = SubscriberOptions(("127.0.0.1:1",), (), "127.0.0.1:0", registrations=True)
+    plan = registered_plan(registered_rank(publisher(), ANY), options)
+    assert plan.limits is not None
+    assert math.isfinite(plan.mapping.most_blocks)
+    assert math.isfinite(plan.stream.most_waiting_bytes)
+    links = ManagerLinks(options, CredentialFiles(ClientCredentials()))
+    port = free_port()
+    rank = registered_rank(publisher(endpoint=f"tcp://127.0.0.1:{port}"), ANY)
+    plan = replace(registered_plan(rank, options), limits=SourceLimits(frame_bytes=4096))
+    with closing(Publisher(port, None)) as engine, closing(RankSubscriber(plan, links)) as reader:
+
+        def is_read() -> bool:
+            engine.publish(stored(SCHEME, TOKENS))  # again: ZMQ drops messages before the subscription
+            return reader.stream.counters.messages > 0
+
+        until(is_read)
+        until(lambda: reader.stream.last == engine.published - 1)
+        losses = reader.stream.counters.losses
+        engine.publish_payload(bytes(1 << 20))
+        until(lambda: reader.stream.counters.losses > losses)
+        assert reader.stream.counters.malformed == 0, "it was not read"
 
 
 def test_blocks_of_a_registered_engine_are_found_by_a_query(server: ManagerProcess) -> None:
@@ -244,7 +525,8 @@ def test_blocks_of_a_registered_engine_are_found_by_a_query(server: ManagerProce
                 return int(found.get("engine-a", {}).get("gpu", 0))
 
             until(lambda: matched() == 12)
-            assert "engine-a" in {sample.labels["engine"] for each in subscriber.metrics() for sample in each.samples}
+            samples = [sample for each in subscriber.metrics() for sample in each.samples]
+            assert "engine-a" in {sample.labels.get("engine") for sample in samples}
             services = RestClient(server.address.http)
             with closing(services.connection):
                 (service,) = services.get("/services").body["services"]

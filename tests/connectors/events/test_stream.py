@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from fake_clock import FakeClock
 
 from kvcm.connectors.events.decoding import Event
 from kvcm.connectors.events.stream import EventStream, StreamSettings
+from kvcm.model.errors import CapacityError
 
 REPLAY_SECONDS, ENGINE_SECONDS = 10.0, 5.0
 
@@ -18,11 +21,19 @@ def payload(number: int, run: int = 0) -> bytes:
 class Rig:
     """A stream, the numbers that it applied since it last dropped everything, and its clock."""
 
-    def __init__(self, has_replay: bool = True, most_waiting: int = 100, is_connected: bool = True) -> None:
+    def __init__(
+        self,
+        has_replay: bool = True,
+        most_waiting: int = 100,
+        is_connected: bool = True,
+        most_waiting_bytes: float = math.inf,
+    ) -> None:
         self.clock = FakeClock()
         self.applied: list[int] = []
         self.losses = 0
-        settings = StreamSettings(has_replay, REPLAY_SECONDS, ENGINE_SECONDS, most_waiting)
+        settings = StreamSettings(
+            has_replay, REPLAY_SECONDS, ENGINE_SECONDS, most_waiting, most_waiting_bytes=most_waiting_bytes
+        )
         self.stream = EventStream(settings, self.apply, self.lose, self.clock.now)
         if is_connected:
             self.stream.on_connected()
@@ -270,3 +281,28 @@ def test_a_damaged_message_drops_everything_and_numbers_go_on() -> None:
     rig.live(2)
     assert rig.applied == [2]
     assert rig.stream.counters.gaps == 0
+
+
+def test_so_many_bytes_wait_for_a_replay() -> None:
+    size = len(payload(1))
+    rig = Rig(most_waiting_bytes=2 * size)
+    assert rig.stream.take_replay() == 0
+    rig.live(1, 2, 3)  # the first is one too many
+    rig.replay(0)
+    assert rig.stream.take_replay() == 0, "a gap, which another replay fills"
+    rig.live(4, 5)
+    rig.replay(0, 1, 2, 3)
+    assert rig.applied == [0, 1, 2, 3, 4, 5]
+
+
+def test_too_many_blocks_are_a_loss_and_no_damage() -> None:
+    clock, losses = FakeClock(), []
+
+    def refuse(events: tuple[Event, ...]) -> None:
+        raise CapacityError("too many")
+
+    stream = EventStream(StreamSettings(has_replay=False), refuse, lambda: losses.append(None), clock.now)
+    stream.on_connected()
+    stream.on_message(0, payload(0))
+    assert (len(losses), stream.is_complete, stream.last) == (1, False, 0)
+    assert (stream.counters.losses, stream.counters.malformed) == (1, 0)

@@ -514,3 +514,27 @@ def test_an_engine_that_cannot_be_read_is_reported_as_stopped(
     until(lambda: manager.model.requests[-1].stopped)
     assert any("not read any more" in trouble for trouble in subscriber.troubles())
     assert page_of(f"http://127.0.0.1:{subscriber.health.port}/livez")[0] == 503  # a restart helps
+
+
+def test_reports_are_woken_only_where_a_manager_is_another(
+    manager: ServedManager, engine: Engine, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscriber = start(engine.options())
+    until(lambda: subscriber.engines[0].ranks and manager.model.requests)
+    (rank,) = subscriber.engines[0].ranks
+    woken: list[str] = []
+    notify = rank._changed.notify_all
+
+    def notify_all() -> None:
+        woken.append(threading.current_thread().name)
+        notify()
+
+    monkeypatch.setattr(rank._changed, "notify_all", notify_all)
+    own = threading.current_thread().name
+    rank.follow_managers()
+    assert own not in woken
+    streams = {address: epoch + 1 for address, epoch in subscriber.links.managers.streams().items()}
+    with rank._changed:  # the thread that follows managers waits
+        monkeypatch.setattr(subscriber.links.managers, "streams", lambda: streams)
+        rank.follow_managers()
+    assert own in woken
