@@ -338,7 +338,7 @@ class ManagerApi:
         caller = _caller(components, recorder, limits, admission=admission, access=access, is_traced=spans is not None)
         recent, needed = RecentAccesses(settings.recent_keys, original=unmixed), BytesNeeded(settings.sampled_keys)
         assignment = Assignment(components.leadership.node_id, components.registry.instances.by_id)
-        data = _data_calls(components, limits, recent, assignment)
+        data = _data_calls(components, limits, recent, assignment, address=place.endpoint)
         admin = [
             *_admin_calls(components, limits, metrics, assignment, board := _board(components, place)),
             *ConfigApi(reloader.reload).calls(),
@@ -548,7 +548,12 @@ def _tracing(settings: Settings, reloader: SettingsReloader, spans: SpanExport |
 
 
 def _data_calls(
-    components: Components, limits: RequestLimits, recent: RecentAccesses, assignment: Assignment
+    components: Components,
+    limits: RequestLimits,
+    recent: RecentAccesses,
+    assignment: Assignment,
+    *,
+    address: Endpoint,
 ) -> list[Call]:
     meta = MetaApi(
         cache=components.cache,
@@ -570,7 +575,7 @@ def _data_calls(
         residency,
         limits,
         run_id=uuid4().hex,
-        node_id=assignment.node_id,
+        manager=f"{address.host}:{address.meta_rpc_port}",
     )
     events = EventReportApi(components.cache, components.registry, components.residency, limits)
     return [*meta.calls(), *events.calls(), *pins.calls(), *pools.calls(), *residency.calls(), *index.calls()]

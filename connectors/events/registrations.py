@@ -354,7 +354,7 @@ class RegistrationFollower(Generic[ReaderT]):
             self._record(client.describe(), client.address)  # with their instances and states
 
     def _record(self, answer: pb.DescribeIndexResponse, address: str) -> _Node:
-        node = self._nodes.setdefault(answer.node_id or address, _Node(answer.run_id))
+        node = self._nodes.setdefault(answer.manager or address, _Node(answer.run_id))
         if node.run_id != answer.run_id:
             node.lost |= {_registration(each): each for each in node.publishers}
         node.run_id, node.address, node.answered_at = answer.run_id, address, self._clock()

@@ -58,7 +58,7 @@ class IndexApi:
         storages: of a prompt's blocks.
         limits: of keys and tokens.
         run_id: names this run of the manager.
-        node_id: of this manager.
+        manager: this one: where it serves.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class IndexApi:
         limits: RequestLimits,
         *,
         run_id: str,
-        node_id: str,
+        manager: str,
     ) -> None:
         self._cache = cache
         self._registry = registry
@@ -78,7 +78,7 @@ class IndexApi:
         self._storages = storages
         self._limits = limits
         self._publishers = PublisherRegistry()
-        self._run_id, self._node_id = run_id, node_id
+        self._run_id, self._manager = run_id, manager
 
     def calls(self) -> list[Call]:
         """Return every call."""
@@ -232,7 +232,7 @@ class IndexApi:
 
     async def describe(self, request: Any) -> Reply:
         """Answer DescribeIndex."""
-        message = pb.DescribeIndexResponse(run_id=self._run_id, node_id=self._node_id)
+        message = pb.DescribeIndexResponse(run_id=self._run_id, manager=self._manager)
         publishers = self._publishers.all(self._groups(request.instance_group))
         for count, publisher in enumerate(publishers, start=1):
             if request.model_name in {"", publisher.model_name}:

@@ -34,7 +34,7 @@ class World:
         self.random, self.clock, self.engine = Random(seed), FakeClock(1_000.0), Engine()
         self.blocks = PublishedBlocks(self.engine.on_gone, lambda: self.clock.time, DOUBT_SECONDS)
         self.stored: set[int] = set()
-        self.is_heard = True
+        self.is_connected = True
         self.late: list[int] = []  # events of the manager that are on their way
 
     def write(self) -> None:
@@ -45,12 +45,12 @@ class World:
         if is_new and self.blocks.publish(name, name):
             assert name not in self.engine.known, "stored twice without a removal in between"
             self.engine.known.add(name)
-        if self.is_heard and is_new:
+        if self.is_connected and is_new:
             self.late.append(name)
         if self.random.random() < 0.7:
-            self.hear()
+            self.deliver()
 
-    def hear(self) -> None:
+    def deliver(self) -> None:
         for name in self.late:
             self.blocks.apply([stored_event({name})])
         self.late.clear()
@@ -59,23 +59,23 @@ class World:
         name = self.random.randrange(12)
         if name in self.stored:
             self.stored.remove(name)
-            if self.is_heard:
-                self.hear()
+            if self.is_connected:
+                self.deliver()
                 self.blocks.apply([BlockRemoved((name,))])
 
     def lose(self) -> None:
-        self.is_heard = False
+        self.is_connected = False
         self.late.clear()
 
     def come_back(self) -> None:
-        if not self.is_heard:
-            self.is_heard = True
+        if not self.is_connected:
+            self.is_connected = True
             self.blocks.apply([AllBlocksCleared(), stored_event(self.stored)])
 
     def wait(self) -> None:
-        self.hear()
+        self.deliver()
         self.clock.time += self.random.choice([1.0, 40.0])
-        if self.is_heard:
+        if self.is_connected:
             self.blocks.expire()
 
 
@@ -87,7 +87,7 @@ def test_a_router_knows_the_blocks_that_are_still_there(seed: int) -> None:
     for _ in range(world.random.randrange(80)):
         world.random.choice(acts)()
     world.come_back()
-    world.hear()
+    world.deliver()
     world.clock.time += DOUBT_SECONDS
     world.blocks.expire()
     assert world.engine.known == world.stored

@@ -219,7 +219,7 @@ def test_a_configured_engine_is_not_read_twice(server: ManagerProcess) -> None:
 
 def test_a_manager_that_is_away_or_restarts_ends_nothing(tmp_path: Path) -> None:
     readers, port = Readers(), free_port()
-    settings = f"kvcm.service.rpc_port={port}", "kvcm.leader_elector.node_id=m1"
+    settings = (f"kvcm.service.rpc_port={port}",)
     with manager(tmp_path / "manager", *settings) as process:
         instance = register(process)
         follower = follower_of(process.address.rpc, readers)
@@ -230,7 +230,7 @@ def test_a_manager_that_is_away_or_restarts_ends_nothing(tmp_path: Path) -> None
     assert "does not answer" in follower.troubles()[0]
     with manager(tmp_path / "manager", *settings) as process:
         before = described(process)
-        assert before.node_id == "m1"
+        assert before.manager == f"127.0.0.1:{port}"
         assert not before.publishers
         follower.poll()
         assert follower.troubles() == []
@@ -281,7 +281,7 @@ class Service(rpc.ResidencyServiceServicer):
     def DescribeIndex(self, request: pb.DescribeIndexRequest, context: Any) -> pb.DescribeIndexResponse:  # noqa: N802
         """See the service."""
         node = self.node
-        answer = pb.DescribeIndexResponse(node_id=node.node_id, run_id=node.run_id)
+        answer = pb.DescribeIndexResponse(manager=node.node_id, run_id=node.run_id)
         answer.publishers.extend(node.publishers)
         answer.contexts.extend(node.contexts)
         answer.header.status.code = int(ErrorCode.OK)  # type: ignore[assignment]

@@ -414,15 +414,15 @@ class IndexContext(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., instance_group: _Optional[str] = ..., model_name: _Optional[str] = ..., lora_name: _Optional[str] = ..., block_size: _Optional[int] = ..., blocks: _Optional[int] = ..., key_scheme: _Optional[_Union[KeyScheme, _Mapping]] = ..., reporters: _Optional[_Iterable[_Union[Reporter, _Mapping]]] = ...) -> None: ...
 
 class DescribeIndexResponse(_message.Message):
-    __slots__ = ("header", "publishers", "contexts", "run_id", "node_id")
+    __slots__ = ("header", "publishers", "contexts", "run_id", "manager")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    NODE_ID_FIELD_NUMBER: _ClassVar[int]
+    MANAGER_FIELD_NUMBER: _ClassVar[int]
     header: _meta_service_pb2.CommonResponseHeader
     publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
     contexts: _containers.RepeatedCompositeFieldContainer[IndexContext]
     run_id: str
-    node_id: str
-    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[IndexContext, _Mapping]]] = ..., run_id: _Optional[str] = ..., node_id: _Optional[str] = ...) -> None: ...
+    manager: str
+    def __init__(self, header: _Optional[_Union[_meta_service_pb2.CommonResponseHeader, _Mapping]] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[IndexContext, _Mapping]]] = ..., run_id: _Optional[str] = ..., manager: _Optional[str] = ...) -> None: ...
