@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -42,10 +42,12 @@ from kvcm.model.errors import ErrorCode, InvalidArgumentError, StorageIOError
 from kvcm.model.instances import ModelDeployment
 from kvcm.model.key_schemes import SGLANG_SHA256, VLLM_SHA256, VLLM_SHA256_CBOR, KeyScheme, vllm_root
 from kvcm.protocol import admin_service_pb2 as admin
+from kvcm.protocol import meta_service_pb2 as meta
 
-__all__ = ["discover_ranks", "fetch_instance", "registered_scheme", "weights_version"]
+__all__ = ["discover_ranks", "fetch_block_tokens", "fetch_instance", "registered_scheme", "weights_version"]
 
 _GET_INSTANCE: Final = "/kv_cache_manager.proto.admin.AdminService/GetInstanceInfo"
+_GET_INSTANCE_OF_DATA: Final = "/kv_cache_manager.proto.meta.MetaService/GetInstanceInfo"
 _ALGORITHMS: Final = {"sha256": VLLM_SHA256, "sha256_cbor": VLLM_SHA256_CBOR}
 _DEFAULT_SEED: Final = "default"
 _SECONDS: Final = 5.0
@@ -64,20 +66,55 @@ def fetch_instance(address: str, login: CredentialFiles, instance_id: str) -> ad
         StorageIOError: the manager does not answer, or does not know the instance yet.
     """
     request = admin.GetInstanceInfoRequest(trace_id=new_trace_id(), instance_id=instance_id)
+    answer = _registration(address, login, _GET_INSTANCE, request, admin.GetInstanceInfoResponse)
+    found: admin.InstanceInfo = answer.instance_info
+    return found
+
+
+def fetch_block_tokens(managers: Iterable[str], login: CredentialFiles, instance_id: str) -> int:
+    """Return the tokens of a block of an instance, as the first manager that knows it says.
+
+    Args:
+        managers: `host:port` of their data calls (gRPC).
+        login: credentials.
+        instance_id: of the instance.
+
+    Raises:
+        StorageIOError: no manager answers, or none knows the instance yet; has the reason of each.
+    """
+    reasons = []
+    for address in managers:
+        request = meta.GetInstanceInfoRequest(trace_id=new_trace_id(), instance_id=instance_id)
+        try:
+            answer = _registration(address, login, _GET_INSTANCE_OF_DATA, request, meta.GetInstanceInfoResponse)
+        except StorageIOError as error:
+            reasons.append(str(error))
+        else:
+            tokens: int = answer.instance_info.block_size
+            return tokens
+    raise StorageIOError("; ".join(reasons) or "there is no manager")
+
+
+def _registration(address: str, login: CredentialFiles, path: str, request: Any, response_type: Any) -> Any:
+    """Return what a manager says of the instance of a request.
+
+    Raises:
+        StorageIOError: the manager does not answer, or does not know the instance yet.
+    """
     with open_channel(address, login) as channel:
         call = channel.unary_unary(
-            _GET_INSTANCE,
-            request_serializer=admin.GetInstanceInfoRequest.SerializeToString,
-            response_deserializer=admin.GetInstanceInfoResponse.FromString,
+            path,
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=response_type.FromString,
         )
         try:
             answer = call(request, timeout=_SECONDS, metadata=login.presented.metadata)
         except Exception as error:  # both flavours of gRPC's errors, and a channel that cannot be made
             raise StorageIOError(f"manager {address} does not answer: {error!r}") from None
     if answer.header.status.code != _OK:
-        raise StorageIOError(f"instance {instance_id!r} is not registered yet: {answer.header.status.message}")
-    found: admin.InstanceInfo = answer.instance_info
-    return found
+        why = answer.header.status.message
+        raise StorageIOError(f"instance {request.instance_id!r} is not registered yet: {why}")
+    return answer
 
 
 def weights_version(weights: str, model_directory: str) -> str:

@@ -57,7 +57,7 @@ class EngineOptions:
         binds: the engine connects to `endpoint`, which is this host's.
         algorithm: of block keys; "" for that of the engine.
         hash_seed: PYTHONHASHSEED of vLLM; "" where it is not set.
-        block_tokens: tokens of a block; 0 as the engine or the registration says.
+        block_tokens: tokens of a block; 0 as the engine or the registration of its instance says.
         mask: that keys are XORed with.
         weights: version of the weights, where the engine has our connector.
         model_directory: of the weights instead.

@@ -324,14 +324,21 @@ class Reporter:
         )
         if self._is_stopping:
             report.stopped = True
+        elif self._asks_now():
+            pass  # without changes
         elif self._takes_part_now():
             self._add_part(report)
-        elif self._clock() < self._asked_at + self._heartbeat_seconds:
+        else:
             report.changes.extend(self._pending.take(self._settings.batch_keys))
             self._pending_since = self._clock()
         if self._sequence == 1 or report.snapshot.first:  # a manager that asks for a snapshot may have forgotten it
             report.key_scheme.CopyFrom(_key_scheme(identity.scheme))
         return report
+
+    def _asks_now(self) -> bool:
+        """Return whether a report without changes is next: a snapshot in parts may take minutes, too. A stream begins
+        with its snapshot, which drops the blocks of the one before."""
+        return self._sequence > 1 and self._clock() >= self._asked_at + self._heartbeat_seconds
 
     def _takes_part_now(self) -> bool:
         """Return whether a part of a snapshot is next; changes go in between, so that they do not get old."""

@@ -26,7 +26,13 @@ from kvcm.connectors.calls import GET_CLUSTER_INFO, REPORT_RESIDENCY, Reply, new
 from kvcm.connectors.client import error_reply, open_channel
 from kvcm.connectors.credentials import CredentialFiles
 from kvcm.connectors.events.blocks import Change, HeldBlocks, MappingSettings
-from kvcm.connectors.events.discovery import discover_ranks, fetch_instance, registered_scheme, weights_version
+from kvcm.connectors.events.discovery import (
+    discover_ranks,
+    fetch_block_tokens,
+    fetch_instance,
+    registered_scheme,
+    weights_version,
+)
 from kvcm.connectors.events.engine_source import EngineSource, RankEndpoints, SourceLimits, rank_endpoint
 from kvcm.connectors.events.health import HealthServer, Metric, Sample
 from kvcm.connectors.events.managers import ManagerSet
@@ -35,7 +41,7 @@ from kvcm.connectors.events.packages import require_packages, zmq
 from kvcm.connectors.events.registrations import IndexClient, RegisteredRank, RegistrationFollower
 from kvcm.connectors.events.reporter import Reporter, ReporterIdentity, ReporterSettings, run_reporter
 from kvcm.connectors.events.stream import EventStream, StreamSettings
-from kvcm.model.errors import ErrorCode, InvalidArgumentError, UnsupportedError
+from kvcm.model.errors import ErrorCode, InvalidArgumentError, StorageIOError, UnsupportedError
 from kvcm.model.key_schemes import KeyScheme, vllm_root
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
@@ -534,7 +540,7 @@ def rank_plans(
         StorageIOError: the manager does not answer.
         UnsupportedError: a package is missing.
     """
-    scheme = _scheme(engine, found.block_tokens, login)
+    scheme = _scheme(engine, found.block_tokens, options.managers, login)
     return [
         RankPlan(
             ReporterIdentity(engine.instance_id, engine.engine_address, rank, scheme),
@@ -584,16 +590,29 @@ def _configured_ranks(engine: EngineOptions) -> dict[int, RankEndpoints]:
     }
 
 
-def _scheme(engine: EngineOptions, tokens: int, login: CredentialFiles) -> KeyScheme:
+def _scheme(engine: EngineOptions, tokens: int, managers: Sequence[str], login: CredentialFiles) -> KeyScheme:
     """Return how an engine makes block keys: see `discovery`."""
     if engine.is_registered:
         info = fetch_instance(engine.admin, login, engine.instance_id)
         return registered_scheme(info, weights_version(engine.weights, engine.model_directory))
-    if not tokens:
-        raise InvalidArgumentError("option 'block_tokens' is missing: the engine does not say how many a block has")
+    tokens = tokens or _registered_tokens(engine, managers, login)
     algorithm = engine.key_algorithm
     root = vllm_root(algorithm, engine.hash_seed or None) if algorithm.startswith("vllm-") else b""
     return KeyScheme(algorithm, root, engine.mask, tokens)
+
+
+def _registered_tokens(engine: EngineOptions, managers: Sequence[str], login: CredentialFiles) -> int:
+    """Return the tokens of a block of the engine's instance, which an engine of this instance has, too."""
+    try:
+        tokens = fetch_block_tokens(managers, login, engine.instance_id)
+    except StorageIOError as error:
+        raise InvalidArgumentError(f"{_NO_BLOCK_TOKENS}, and {error}") from None
+    if not tokens:
+        raise InvalidArgumentError(f"{_NO_BLOCK_TOKENS}, nor does instance {engine.instance_id!r}")
+    return tokens
+
+
+_NO_BLOCK_TOKENS: Final = "option 'block_tokens' is missing: the engine does not say how many a block has"
 
 
 _METRICS: Final = {

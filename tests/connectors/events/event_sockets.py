@@ -102,10 +102,12 @@ class ServedManager(rpc.ResidencyServiceServicer):
 
     Attributes:
         address: `host:port`.
+        block_tokens: of each instance that is registered.
         model: what it knows.
     """
 
     address: str = ""
+    block_tokens: dict[str, int] = field(default_factory=dict)
     model: ModelManager = field(default_factory=ModelManager)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -122,6 +124,16 @@ class ServedManager(rpc.ResidencyServiceServicer):
         """See MetaService."""
         answer = meta.GetClusterInfoResponse(self_node_id=self.model.node_id)
         answer.header.status.code = int(ErrorCode.OK)  # type: ignore[assignment]
+        return answer
+
+    def GetInstanceInfo(  # noqa: N802 - the name of the call
+        self, request: meta.GetInstanceInfoRequest, context: Any
+    ) -> meta.GetInstanceInfoResponse:
+        """See MetaService."""
+        answer = meta.GetInstanceInfoResponse()
+        is_known = request.instance_id in self.block_tokens
+        answer.header.status.code = int(ErrorCode.OK if is_known else ErrorCode.INSTANCE_NOT_EXIST)  # type: ignore[assignment]
+        answer.instance_info.block_size = self.block_tokens.get(request.instance_id, 0)
         return answer
 
     def keys(self, engine: str, rank: int = 0, medium: pb.Medium = pb.MEDIUM_GPU) -> set[int]:
@@ -143,13 +155,16 @@ def served_manager(port: int | None = None) -> Iterator[ServedManager]:
         server = grpc.server(threads)
         manager = ServedManager(f"127.0.0.1:{port}")
         rpc.add_ResidencyServiceServicer_to_server(manager, server)  # type: ignore[no-untyped-call]
-        handler = grpc.unary_unary_rpc_method_handler(
-            manager.GetClusterInfo,
-            request_deserializer=meta.GetClusterInfoRequest.FromString,
-            response_serializer=meta.GetClusterInfoResponse.SerializeToString,
-        )
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                getattr(manager, name),
+                request_deserializer=getattr(meta, f"{name}Request").FromString,
+                response_serializer=getattr(meta, f"{name}Response").SerializeToString,
+            )
+            for name in ("GetClusterInfo", "GetInstanceInfo")
+        }
         service = "kv_cache_manager.proto.meta.MetaService"
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {"GetClusterInfo": handler}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
         assert server.add_insecure_port(manager.address) == port
         server.start()
         try:

@@ -11,7 +11,13 @@ from ports import free_port
 
 from kvcm.connectors.client import ManagerClient
 from kvcm.connectors.credentials import ClientCredentials, CredentialFiles
-from kvcm.connectors.events.discovery import discover_ranks, fetch_instance, registered_scheme, weights_version
+from kvcm.connectors.events.discovery import (
+    discover_ranks,
+    fetch_block_tokens,
+    fetch_instance,
+    registered_scheme,
+    weights_version,
+)
 from kvcm.connectors.events.engine_source import rank_endpoint
 from kvcm.connectors.events.options import SubscriberOptions, parse_arguments
 from kvcm.connectors.events.subscriber import RankPlan, find_ranks, rank_plans
@@ -105,6 +111,24 @@ def test_a_registration_is_read_from_a_manager(manager: ManagerProcess, instance
     assert plan.identity.scheme == registered_scheme(info_of(VLLM), "w")
     with pytest.raises(StorageIOError, match="does not answer"):
         fetch_instance(f"127.0.0.1:{free_port()}", NO_LOGIN, instance_id)
+
+
+def test_the_tokens_of_a_block_are_read_from_a_manager_that_knows_the_instance(
+    manager: ManagerProcess, instance_id: str
+) -> None:
+    away = f"127.0.0.1:{free_port()}"
+    with pytest.raises(StorageIOError, match=f"(?s){away} does not answer.*'{instance_id}' is not registered yet"):
+        fetch_block_tokens([away, manager.address], NO_LOGIN, instance_id)
+    arguments = ["--manager", away, "--manager", manager.address, *PLAIN[2:], "--instance-id", instance_id]
+    with pytest.raises(InvalidArgumentError, match=r"(?s)'block_tokens' is missing.*is not registered yet"):
+        plans_of(parse_arguments(arguments))
+    with ManagerClient(manager.address, instance_id) as client:
+        parts = [LocationSpecInfo("tp0", 4096)]
+        assert client.register_instance("default", 48, parts, VLLM.deployment(), timeout_seconds=20).ok
+    (plan,) = plans_of(parse_arguments(arguments))
+    assert plan.identity.scheme.block_tokens == 48
+    (plan,) = plans_of(parse_arguments([*arguments, "--block-tokens", "16"]))
+    assert plan.identity.scheme.block_tokens == 16
 
 
 def test_weights_are_a_text_or_the_digest_of_a_directory(tmp_path: Path) -> None:

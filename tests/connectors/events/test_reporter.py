@@ -221,6 +221,28 @@ def test_a_snapshot_goes_in_parts_while_changes_go_on() -> None:
     assert rig.manager.known["engine:1", 0].is_complete
 
 
+def test_a_snapshot_in_parts_has_reports_without_changes_too() -> None:
+    rig = Rig(snapshot_keys=3)
+    rig.manager.node_id = "m"
+    rig.send()
+    rig.feed(*[stored(VLLM, prompt(number)) for number in range(1, 40)])
+    rig.send_all()
+    rig.manager.restart()
+    rig.clock.time += 10
+    rig.send()  # a heartbeat, whose answer asks for a snapshot
+    sent = []
+    while not rig.reporter.is_settled:  # a part takes a second
+        rig.clock.time += 1
+        sent.append(rig.send())
+    asked_at = [number for number, report in enumerate(sent) if not report.changes]
+    assert len(asked_at) >= 4
+    assert all(later - earlier <= 11 for earlier, later in zip([-1, *asked_at], asked_at, strict=False))
+    assert not any(sent[number].HasField("snapshot") for number in asked_at[:-1])
+    assert rig.manager.report(sent[asked_at[0]]).node_id == "m"
+    assert len(rig.manager.pairs()) == 39 * 4
+    assert rig.manager.known["engine:1", 0].is_complete
+
+
 def test_snapshots_keep_a_distance(rig: Rig) -> None:
     for _ in range(3):
         rig.manager.restart()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -21,13 +23,14 @@ from event_sockets import Publisher, ServedManager, served_manager
 from ports import free_port
 from waiting import until
 
-from kvcm.connectors.events.options import EngineOptions, SubscriberOptions
+from kvcm.connectors.events.options import EngineOptions, SubscriberOptions, parse_arguments
 from kvcm.connectors.events.subscriber import Subscriber
 from kvcm.model.key_schemes import block_keys
 from kvcm.protocol.kvcm.v1 import residency_service_pb2 as pb
 
 ENGINE = "10.0.0.9:8000"
 A, B = list(range(1, 13)), list(range(50, 62))
+RESIDENCY_PAGE = Path(__file__).parents[3] / "docs" / "residency.md"
 CLEARED = {"type": "AllBlocksCleared"}
 
 
@@ -363,6 +366,27 @@ def test_vllm_says_where_it_publishes(
     engine.publisher.publish(stored(VLLM, A))
     start(engine.options(engine_url=url, endpoint="", replay_endpoint=""))
     until(lambda: manager.keys(ENGINE) == keys(A))
+
+
+def test_the_documented_command_takes_the_block_size_of_the_instance(
+    manager: ServedManager, engine: Engine, pages: tuple[str, dict[str, object]]
+) -> None:
+    url, documents = pages
+    documents["/kv_event_sources"] = sources_of(engine)
+    engine.publisher.publish(stored(VLLM, A))
+    command = re.search(r"^kvcm-subscriber (.*\\\n.*)$", RESIDENCY_PAGE.read_text(), re.MULTILINE)
+    assert command is not None
+    given = command[1].replace("127.0.0.1:6381", manager.address).replace("http://10.0.0.1:8000", url)
+    options = parse_arguments([*shlex.split(given.replace("\\\n", "")), "--listen", "127.0.0.1:0"])
+    subscriber = Subscriber(options)
+    try:
+        until(lambda: any("'block_tokens' is missing" in trouble for trouble in subscriber.troubles()))
+        assert any("instance 'my-model' is not registered yet" in trouble for trouble in subscriber.troubles())
+        manager.block_tokens["my-model"] = BLOCK_TOKENS
+        until(lambda: len(manager.keys("10.0.0.1:8000")) == len(A) // BLOCK_TOKENS)
+        assert manager.model.known["10.0.0.1:8000", 0].scheme.block_tokens == BLOCK_TOKENS
+    finally:
+        subscriber.close()
 
 
 def sources_of(*engines: Engine) -> dict[str, object]:
