@@ -168,6 +168,16 @@ def _first_places(sets: Values, stored: NDArray[np.bool_]) -> NDArray[np.int64]:
     return found
 
 
+def _joined(flags: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return what all parts of a block have in common. Where no medium has all of them, the block lies in the slowest
+    one that is needed for it: the fastest in which it counts."""
+    counted = flags & np.uint8(_GPU | _HOST | _DISK)
+    is_spread = (flags >> np.uint8(_ITSELF)) == 0
+    fastest = (counted & (~counted + np.uint8(1))).astype(np.uint8)  # the lowest bit; flags have the order of media
+    found: NDArray[np.uint8] = flags | np.where(is_spread, fastest << np.uint8(_ITSELF), np.uint8(0))
+    return found
+
+
 def _run_starts(values: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where each run of equal values begins."""
     is_new = np.empty(len(values), np.bool_)
@@ -467,7 +477,7 @@ class BlockHolders:
         if not is_whole.all():
             of_parts = np.zeros((len(self._part_rows), len(row)), np.uint8)
             np.bitwise_or.at(of_parts, (parts[~is_whole], columns[~is_whole]), flags[~is_whole])
-            row |= np.bitwise_and.reduce(of_parts, axis=0)
+            row |= _joined(np.bitwise_and.reduce(of_parts, axis=0))
         return row
 
     # Maintenance.

@@ -530,7 +530,7 @@ def key_count(call: Call, request: Any) -> int:
 
 _COUNTED: Final = (
     *("block_keys", "token_ids", "success_blocks", "parts", "block_cache_keys", "events", "changes"),
-    "block_hashes",
+    *("block_hashes", "event_hashes"),
 )
 
 

@@ -158,12 +158,15 @@ Resources = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class IndexResources(Protocol):
-    """The index API, as an ASGI application that writes its refusals itself."""
+    """The index API, as an ASGI application that writes its refusals itself. Its requests are admitted as its calls."""
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None: ...
 
     async def refuse(self, scope: MutableMapping[str, Any], send: Send, problem: Problem) -> None:
         """Refuse a request that is not read."""
+
+    def call_of(self, path: str) -> Call:
+        """Return the call that requests of a path become."""
 
 
 ARRIVAL: Final = "kvcm.arrival"
@@ -254,14 +257,21 @@ class HttpApp:
         call = self._calls.get(scope["path"]) if scope["method"] == "POST" else None
         if call is None or self._caller is None or self._gate.phase is not Phase.SERVING:
             return None
+        error = self._head_rejection(self._caller, call, scope)
+        if error is None:
+            return None
+        return _complete_response(error.http_status, [*_rejection_response(error), _length(b"{}")], b"{}")
+
+    def _head_rejection(self, caller: Caller, call: Call, scope: MutableMapping[str, Any]) -> RejectedError | None:
+        """Return why a request is rejected by its head, and record that; note the bytes of one that is admitted."""
         length = dict(scope["headers"]).get(b"content-length", b"")
         body_bytes = int(length) if length.isdigit() else 0
-        error = self._caller.admission.check_head(call, body_bytes)
+        error = caller.admission.check_head(call, body_bytes)
         if error is None:
             scope[BODY_BYTES] = body_bytes
-            return None
-        self._caller.report_rejection(call, self._arrival(scope), error)
-        return _complete_response(error.http_status, [*_rejection_response(error), _length(b"{}")], b"{}")
+        else:
+            caller.report_rejection(call, self._arrival(scope), error)
+        return error
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -280,14 +290,14 @@ class HttpApp:
             try:
                 await self._post(scope, receive, send)
             finally:
-                self._release_body(scope)
+                self._release_body(scope, self._calls.get(scope["path"]))
         elif scope["method"] == "GET":
             await self._get(scope, receive, send)
         else:
             await _not_found(send)
 
-    def _release_body(self, scope: MutableMapping[str, Any]) -> None:
-        body_bytes, call = scope.get(BODY_BYTES), self._calls.get(scope["path"])
+    def _release_body(self, scope: MutableMapping[str, Any], call: Call | None) -> None:
+        body_bytes = scope.get(BODY_BYTES)
         if body_bytes is not None and call is not None and self._caller is not None:
             self._caller.release_body(call, body_bytes)
 
@@ -340,12 +350,12 @@ class HttpApp:
         if resources is None:
             await _not_found(send)
             return
+        call = self._index.call_of(scope["path"]) if self._index is not None and resources is self._index else None
         self._gate.enter()
         try:
-            principal = self._principal(scope)
-            arrival = self._arrival(scope)._replace(principal=principal)
-            most = _MAX_INDEX_BYTES if resources is self._index else _MAX_RESOURCE_BYTES
-            most = max_body_bytes(principal, min(most, self._max_body_bytes))
+            arrival = self._admitted(call, scope)
+            most = _MAX_RESOURCE_BYTES if call is None else _MAX_INDEX_BYTES
+            most = max_body_bytes(arrival.principal, min(most, self._max_body_bytes))
             body = await self._read(dict(scope["headers"]), receive, most)
             leaving = _closing(send, self._gate)
             await resources({**scope, ARRIVAL: arrival}, _empty_receive(body, receive), leaving)
@@ -356,7 +366,26 @@ class HttpApp:
         except _ClientGoneError:
             pass
         finally:
+            self._release_body(scope, call)
             self._gate.leave()
+
+    def _admitted(self, call: Call | None, scope: MutableMapping[str, Any]) -> Arrival:
+        """Return how a request for a resource came, before its body is read.
+
+        Args:
+            call: that it becomes; None where the resource makes its calls itself, with their checks.
+            scope: of the request.
+
+        Raises:
+            RejectedError: it is not to be read; where it is of a call, that is recorded.
+        """
+        arrival = self._arrival(scope)
+        if call is None or self._caller is None:
+            return arrival._replace(principal=self._principal(scope))
+        error = self._head_rejection(self._caller, call, scope) or self._caller.rejection(call, arrival)
+        if error is not None:
+            raise error
+        return self._caller.authenticate(call, arrival, credentials_of(scope))
 
     async def _page(self, console: Resources, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Answer a browser: the console authenticates it."""

@@ -8,7 +8,8 @@ listed nor in the way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -107,20 +108,14 @@ class IndexApi:
         require(request.model_name, "MatchModel.model_name", "is required")
         if request.block_size < 0:
             raise InvalidArgumentError(f"MatchModel.block_size is {request.block_size}, must be at least 0")
-        instances, publishers = list(self._instances_of(request)), self._publishers_of(request)
-        if not instances and not publishers:
+        residencies, publishers = self._residencies_of(request), self._publishers_of(request)
+        if not residencies and not publishers:
             raise UnknownInstanceError(
                 f"no instance of model {request.model_name!r} is registered with such a group, adapter and block_size"
             )
-        if len(instances) > _MOST_INSTANCES:
-            raise InvalidArgumentError(
-                f"MatchModel.model_name: {len(instances)} instances are of model {request.model_name!r}, at most "
-                f"{_MOST_INSTANCES} are matched at a time: give instance_group, or the id of an instance"
-            )
         message = pb.MatchModelResponse()
         known: dict[KeyScheme, Keys] = {}
-        for instance in instances:
-            residency = self._residency.view(instance)
+        for residency in residencies:
             keys = await self._keys(request, residency, known)
             await self._match(message, keys, residency, request.engine)
             await asyncio.sleep(0)
@@ -128,14 +123,27 @@ class IndexApi:
         message.ranks.sort(key=lambda each: (each.engine, each.rank, each.instance_id))
         return Reply(message)
 
-    def _instances_of(self, request: Any) -> Iterator[Instance]:
+    def _residencies_of(self, request: Any) -> list[InstanceResidency]:
+        """Return those of the instances that are asked.
+
+        Raises:
+            InvalidArgumentError: they are too many. They are counted first: to view one makes something.
+        """
         if request.HasField("lora_id"):
-            return  # adapters have names here
-        for instance in self._visible(request.instance_group, request.model_name):
-            block_tokens = self._residency.view(instance).block_tokens
-            is_wanted = instance.model_deployment.lora_name == request.lora_name
-            if is_wanted and request.block_size in {0, block_tokens}:
-                yield instance
+            return []  # adapters have names here
+        instances = [
+            each
+            for each in self._visible(request.instance_group, request.model_name)
+            if each.model_deployment.lora_name == request.lora_name
+            and (not request.block_size or each.block_size in {0, request.block_size})
+        ]
+        if len(instances) > _MOST_INSTANCES:
+            raise InvalidArgumentError(
+                f"MatchModel.model_name: {len(instances)} instances are of model {request.model_name!r}, at most "
+                f"{_MOST_INSTANCES} are matched at a time: give instance_group, or the id of an instance"
+            )
+        residencies = map(self._residency.view, instances)
+        return [each for each in residencies if request.block_size in {0, each.block_tokens}]
 
     def _publishers_of(self, request: Any) -> list[Publisher]:
         """Return the registered ranks of a model: they are listed without hits, too."""
@@ -197,33 +205,23 @@ class IndexApi:
                 f"RegisterPublisher.publisher.instance_group is {given.instance_group!r}, must be empty or "
                 f"instance_group, which is {request.instance_group!r}"
             )
-        group = self._group_of(request.instance_group)
+        group = _group_of("RegisterPublisher", request.instance_group)
+        if group and self._registry.groups.find(group) is None:
+            raise InvalidArgumentError(f"RegisterPublisher.instance_group: group {group!r} does not exist")
         try:
             publisher = _publisher_of(given, group)
         except InvalidArgumentError as error:
             path = f"RegisterPublisher.publisher.{error.field}"
             raise InvalidArgumentError(f"{path} {error.reason}", path, error.reason) from None
         self._publishers.register(publisher)
-        return Reply(pb.RegisterPublisherResponse(publisher=self._message_of(publisher)))
-
-    def _group_of(self, given: str) -> str:
-        """Return the group of a registration; "" for all is left to principals that cover all."""
-        principal = call_context.get().principal
-        if given:
-            if self._registry.groups.find(given) is None:
-                raise InvalidArgumentError(f"RegisterPublisher.instance_group: group {given!r} does not exist")
-            return given
-        if principal.has_all_groups:
-            return ""
-        if len(principal.groups) != 1:
-            raise InvalidArgumentError("RegisterPublisher.instance_group is empty: name the instance group")
-        return next(iter(principal.groups))
+        instances = _InstancesByModel(self._registry.instances.all(group))
+        return Reply(pb.RegisterPublisherResponse(publisher=self._message_of(publisher, instances)))
 
     async def unregister(self, request: Any) -> Reply:
-        """Answer UnregisterPublisher."""
+        """Answer UnregisterPublisher: the registrations of one group alone are removed."""
         require(request.engine, "UnregisterPublisher.engine", "is required")
         removed = self._publishers.unregister(
-            self._groups(request.instance_group),
+            {_group_of("UnregisterPublisher", request.instance_group)},
             request.engine,
             rank=request.rank if request.HasField("rank") else None,
             model_name=request.model_name,
@@ -234,9 +232,10 @@ class IndexApi:
         """Answer DescribeIndex."""
         message = pb.DescribeIndexResponse(run_id=self._run_id, manager=self._manager)
         publishers = self._publishers.all(self._groups(request.instance_group))
+        instances = _InstancesByModel(self._registry.instances.all(request.instance_group) if publishers else ())
         for count, publisher in enumerate(publishers, start=1):
             if request.model_name in {"", publisher.model_name}:
-                message.publishers.append(self._message_of(publisher))
+                message.publishers.append(self._message_of(publisher, instances))
             if count % _BATCH == 0:
                 await asyncio.sleep(0)
         known = {each.instance.instance_id for each in self._residency.instances()}
@@ -249,14 +248,13 @@ class IndexApi:
     def _groups(self, group: str) -> _Groups:
         return _Groups(call_context.get().principal, group)
 
-    def _message_of(self, publisher: Publisher) -> Any:
+    def _message_of(self, publisher: Publisher, instances: _InstancesByModel) -> Any:
         """Return a publisher with its instance and its state."""
         message = _plain_message_of(publisher)
         found = [
             instance
-            for instance in self._registry.instances.all(publisher.group)
-            if publisher.model_name in {instance.instance_id, instance.model_deployment.model_name}
-            and instance.model_deployment.lora_name == publisher.lora_name
+            for instance in instances.find(publisher.group, publisher.model_name)
+            if instance.model_deployment.lora_name == publisher.lora_name
             and instance.block_size in {0, publisher.block_size}
         ]
         named = [instance for instance in found if instance.instance_id == publisher.model_name]
@@ -282,6 +280,35 @@ _PUBLISHER_STATES: Final = {
     ReporterState.PARTIAL: pb.PUBLISHER_ACTIVE,
     ReporterState.QUIET: pb.PUBLISHER_QUIET,
 }
+
+
+class _InstancesByModel:
+    """Instances by group and model: one listing of them serves all publishers of an answer."""
+
+    def __init__(self, instances: Iterable[Instance]) -> None:
+        self._found: defaultdict[tuple[str, str], list[Instance]] = defaultdict(list)
+        for each in instances:
+            for name in {each.instance_id, each.model_deployment.model_name}:
+                self._found["", name].append(each)
+                self._found[each.instance_group_name, name].append(each)
+
+    def find(self, group: str, model_name: str) -> Sequence[Instance]:
+        """Return the instances of a group, "" for any, whose model name or id that is, in their order."""
+        return self._found.get((group, model_name), ())
+
+
+def _group_of(call: str, given: str) -> str:
+    """Return the group of a registration; "", of none, is left to principals that cover all.
+
+    Raises:
+        InvalidArgumentError: the principal has several groups, and the request of the call names none.
+    """
+    principal = call_context.get().principal
+    if given or principal.has_all_groups:
+        return given
+    if len(principal.groups) != 1:
+        raise InvalidArgumentError(f"{call}.instance_group is empty: name the instance group")
+    return next(iter(principal.groups))
 
 
 class _Groups:

@@ -189,7 +189,7 @@ ODD: list[dict[str, Any]] = [
             "policy": "least_loaded",
             "engines": [{"url": "http://e:8000"}],
             "apiKeySecret": {"name": "", "key": "key"},
-            "settings": {"max_buffered_bytes": 1099511627776},
+            "settings": {"max_buffered_bytes": 1099511627776, "log_format": "console"},
             "podDisruptionBudget": {"enabled": False},
             "drain": {"delaySeconds": 0},
         }
@@ -210,6 +210,7 @@ def test_what_some_clusters_need_can_be_said(tmp_path: Path) -> None:
     text = one(releases[8]["objects"], "ConfigMap", "kvcm-gateway")["data"]["gateway.toml"]
     assert "max_buffered_bytes = 1099511627776\n" in text
     assert "insecure = true" in text
+    assert 'log_format = "console"\n' in text
     assert "asks clients for no key" in releases[8]["notes"]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from fake_clock import FakeClock
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from thoroughness import examples
 
@@ -92,6 +92,40 @@ def test_the_blocks_of_reporters_are_walked(ranks: list[dict[Medium, set[int]]],
         own = Naive(*(held.get(medium, set()) for medium in MEDIA))
         own.disk = own.disk | of_storages.disk
         assert tuple(counts) == own.walk(10)
+
+
+PARTS = ("a", "b")
+IN_PARTS = Instance("", "group", "instance", 16, tuple(LocationSpecInfo(part, 10) for part in PARTS), ModelDeployment())
+held_parts = st.dictionaries(
+    st.tuples(st.sampled_from(list(MEDIA)), st.sampled_from([ALL_PARTS, *PARTS])), st.sets(st.integers(0, 9)),
+)  # fmt: skip
+
+
+def media_of_block(held: dict[tuple[Medium, str], set[int]], key: int) -> set[Medium]:
+    """Return the media that have all of a block, or the slowest one that is needed for all its parts."""
+    found = {medium for medium in MEDIA if key in held.get((medium, ALL_PARTS), set())}
+    of_parts = [{medium for medium in MEDIA if key in held.get((medium, part), set())} for part in PARTS]
+    if all(of_parts):
+        found |= set.intersection(*of_parts) or {max(map(min, of_parts))}
+    return found
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(ranks=st.lists(held_parts, min_size=1, max_size=3))
+@example(ranks=[{(Medium.GPU, "a"): {0, 1}, (Medium.HOST, "b"): {0, 1}}])
+@example(ranks=[{(Medium.GPU, "a"): {0}, (Medium.DISK, "b"): {0}, (Medium.HOST, "b"): {0}}])
+def test_blocks_in_parts_are_walked(ranks: list[dict[tuple[Medium, str], set[int]]]) -> None:
+    residency = Residency(FakeClock(), lambda _id: IN_PARTS).open(IN_PARTS)
+    for rank, held in enumerate(ranks):
+        changes = [Change(m, part, False, NONE, mixed_array(sorted(k))) for (m, part), k in held.items() if k]
+        residency.report(Report(Engine("a:1", rank), "run", 1, changes))
+    engines = residency.engines()
+    walk = TierWalk(len(engines))
+    residency.extend_walk(walk, mixed_array(list(range(10))), engines, np.zeros(10, np.bool_))
+    for at, counts in enumerate(np.stack(walk.matches()).T.tolist()):
+        held = ranks[engines[at].rank]
+        flags = [sum(MEDIA[medium] for medium in media_of_block(held, key)) for key in range(10)]
+        assert tuple(counts) == naive(flags).walk(10)
 
 
 def test_blocks_above_a_gap_do_not_count_again() -> None:

@@ -37,6 +37,7 @@ from kvcm.model.errors import InvalidArgumentError
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
 from kvcm.protocol.kvcm.v1 import pin_service_pb2 as pins
+from kvcm.protocol.kvcm.v1 import residency_service_pb2 as residency
 from kvcm.service import admission, request_limits
 from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
 from kvcm.service.json_codec import MalformedBody
@@ -171,10 +172,29 @@ async def test_a_long_request_that_is_refused_is_not_charged_for() -> None:
         (meta.FinishWriteCacheRequest(success_blocks={"bool_masks": {"values": [True] * 5}}), 5),
         (meta.FinishWriteCacheRequest(success_blocks={"offset": -9}), 1),
         (pins.ReportMissingRequest(parts=[{}] * 3), 3),
+        (residency.ScoreRequest(event_hashes=range(65_536)), 65_536),
+        (meta.StartWriteCacheRequest(block_keys=range(7), event_hashes=range(7)), 7),
     ],
 )
 def test_the_cost_of_a_request(request_: Any, count: int) -> None:
     assert admission.key_count(_call(type(request_)), request_) == count
+
+
+_NUMBERS = {
+    *(FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_UINT64, FieldDescriptor.TYPE_SINT64),
+    *(FieldDescriptor.TYPE_FIXED64, FieldDescriptor.TYPE_SFIXED64),
+}
+
+
+def test_every_list_with_a_number_for_each_key_of_a_prompt_is_counted() -> None:
+    counted = Counter()
+    for kind in (GetMessageClass(method.input_type) for each in SERVICES.values() for method in each.methods):
+        for field_ in kind.DESCRIPTOR.fields:
+            if field_.is_repeated and field_.type in _NUMBERS and field_.name != "token_ids":
+                count = admission.key_count(_call(kind), kind(**{field_.name: range(1000)}))
+                assert count == 1000, f"{kind.DESCRIPTOR.name}.{field_.name}"
+                counted[field_.name] += 1
+    assert counted.keys() == {"block_keys", "block_cache_keys", "block_hashes", "event_hashes"}
 
 
 def _lane(slots: int = 1, places: int = 2, most_wait: float = 0.0) -> tuple[admission.RequestQueue, Clock]:

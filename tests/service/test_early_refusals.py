@@ -9,6 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from authorities import Authority
 from kvcm.config import Settings
 from kvcm.protocol import admin_service_pb2 as admin
 from kvcm.protocol import meta_service_pb2 as meta
+from kvcm.protocol.kvcm.v1 import residency_service_pb2 as residency
 from kvcm.service.admission import (
     AdmissionSettings,
     BacklogEstimate,
@@ -30,9 +32,11 @@ from kvcm.service.calls import Arrival, Call, Caller, Plane, Reply
 from kvcm.service.http_connections import WatchedConnection
 from kvcm.service.http_server import HttpApp, HttpServer
 from kvcm.service.request_limits import BodyReader, RequestLimits
+from kvcm.service.rest.index_resource import IndexApp
 from kvcm.service.tls import ServerTls
 from kvcm.serving import TlsFiles
 
+RESIDENCY = "kvcm.v1.ResidencyService"
 PACE = 5e-5
 OF_NONE = 10_000 * PACE
 """Seconds of work that a request without a body counts as."""
@@ -75,7 +79,13 @@ class Site:
         ]
         self.app = HttpApp(self.gate, MOST_BYTES)
         limits = RequestLimits(1000, 1000, MOST_BYTES)
-        self.app.serve(calls, caller, bodies=BodyReader(limits, RequestQueue(time.monotonic, 1, 64, 0.0)))
+        bodies = BodyReader(limits, RequestQueue(time.monotonic, 1, 64, 0.0))
+        names = ("MatchModel", "RegisterPublisher", "UnregisterPublisher", "DescribeIndex")
+        of_index = [
+            replace(self._call(name, getattr(residency, f"{name}Request"), Plane.DATA), service=RESIDENCY)
+            for name in names
+        ]
+        self.app.serve(calls, caller, bodies=bodies, index=IndexApp(of_index, caller, bodies, limits))
         self.server = HttpServer("127.0.0.1", 0, tls=Site.tls)
 
     def _call(self, name: str, request_type: type[Any], plane: Plane) -> Call:
@@ -163,6 +173,37 @@ async def test_while_much_is_ahead_a_request_is_turned_away_by_its_head_and_its_
         assert (await answer(reader))[0] == 200
         assert site.begun == 2
         assert site.ahead.seconds == 0
+
+
+@pytest.mark.parametrize("path", ["query", "query_by_hash", "register", "unregister"])
+async def test_a_request_of_the_index_api_is_turned_away_before_its_body_comes(path: str) -> None:
+    async with serving() as site, site.connected() as (reader, writer):
+        async with site.busy():
+            head = post(BODY, "").replace(b"/api/", f"/{path}".encode())[: -len(BODY)]
+            writer.write(head)
+            status, headers, body = await answer(reader)
+            assert (status, headers["retry-after"]) == (503, "1")
+            assert "overloaded" in json.loads(body)["error"]
+            assert [(name, why) for name, _, why in site.observer.reasons] == [(NAMES[path], "overload")]
+        await until(lambda: site.ahead.seconds == 0)
+
+
+async def test_requests_of_the_index_api_count_until_they_are_answered() -> None:
+    async with serving() as site, site.connected() as (reader, writer):
+        head = post(BODY, "").replace(b"/api/", b"/query")[: -len(BODY)]
+        writer.write(head)
+        await until(lambda: site.ahead.seconds > 0)
+        writer.write(BODY)
+        assert (await answer(reader))[0] == 400
+        await until(lambda: site.ahead.seconds == 0)
+
+
+NAMES = {
+    "query": "MatchModel",
+    "query_by_hash": "MatchModel",
+    "register": "RegisterPublisher",
+    "unregister": "UnregisterPublisher",
+}
 
 
 async def test_operators_are_never_turned_away_nor_counted() -> None:

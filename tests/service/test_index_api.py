@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -363,6 +364,27 @@ def test_the_default_tenant_is_shown_as_such(index: Index) -> None:
     assert removed == (200, {"status": "unregistered successfully", "removed_instances": [f"{engine}|default|0"]})
 
 
+def test_a_removal_ends_registrations_of_one_group_alone(api: Api, index: Index) -> None:
+    groups = [*(Site(api).group() for _ in range(2)), "default"]
+    engine, model = unique("engine"), unique("model")
+    for number, group in enumerate(groups):
+        endpoint = f"tcp://10.3.{len(index.encoding)}.{number}:5557"
+        fields = registration(group, instance_id=engine, modelname=model, endpoint=endpoint)
+        assert index.post("/register", **fields)[0] == 200
+
+    def left() -> list[str]:
+        return [each["TenantID"] for each in index.get(f"/services?model_name={model}")[1]["services"]]
+
+    assert sorted(left()) == sorted(groups)
+    leave = {"instance_id": engine, "dp_rank": 0}
+    _, found = index.post("/unregister", **leave, tenant_id="default")
+    assert found["removed_instances"] == [f"{engine}|default|0"]
+    assert index.post("/unregister", **leave)[1]["removed_instances"] == []
+    _, found = index.post("/unregister", **leave, tenant_id=groups[0])
+    assert found["removed_instances"] == [f"{engine}|{groups[0]}|0"]
+    assert left() == [groups[1]]
+
+
 def test_a_worker_of_dynamo(api: Api, index: Index) -> None:
     site, model = Site(api), unique("model")
     group = site.group()
@@ -403,7 +425,7 @@ def test_a_worker_of_dynamo(api: Api, index: Index) -> None:
     assert index.get(f"/services?tenant_id={group}")[1]["services"][0]["KvcmInstance"] == instance
     status, found = index.post("/query", model_name=model, token_ids=TOKENS, routing_group=group)
     assert (status, found["scores"], found["frequencies"]) == (200, {"7": {"0": 16, "1": 32}}, [2, 1])
-    leave = {"instance_id": 7, "model_name": model}
+    leave = {"instance_id": 7, "model_name": model, "routing_group": group}
     assert index.post("/unregister", **leave, dp_rank=1) == (200, {"status": "ok"})
     assert index.post("/unregister", **leave) == (200, {"status": "ok"})
     assert index.post("/unregister", **leave)[0] == 404
@@ -555,6 +577,32 @@ def test_only_keys_with_the_permission_open_a_path(tenants: Tenants, clients: di
             is_own = name == "foreign" and "tenant_id" not in (content or {})
             expected = 401 if name in {"anonymous", "malformed", "expired"} else 200 if name in may or is_own else 403
             assert status == expected, (path, name, found)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("/query", "write"), ("/query_by_hash", "viewer"), ("/register", "score"), ("/unregister", "")]
+)
+def test_a_key_without_the_permission_is_refused_before_its_body_comes(tenants: Tenants, path: str, name: str) -> None:
+    host, _, port = tenants.server.process.address.http.rpartition(":")
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {1 << 20}", "content-type: application/json"]
+    lines += [f"authorization: {tenants.authorization(name)}"] if name else []
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
+        assert connection.recv(1 << 16).split()[1] == (b"403" if name else b"401")
+
+
+def test_a_key_of_several_groups_names_the_one_of_a_removal(tenants: Tenants) -> None:
+    key = tenants.server.engine(unique("engine-of-both"), *tenants.groups.values())
+    address = tenants.server.process.address.http
+    with contextlib.closing((index := Index(address, authorization=f"Bearer {key}")).rest.connection):
+        model, engine = unique("model"), unique("engine")
+        for number, group in enumerate(tenants.groups.values()):
+            fields = registration(group, modelname=model, instance_id=engine, endpoint=f"tcp://10.4.0.{number}:1")
+            assert index.post("/register", **fields)[0] == 200
+        status, found = index.post("/unregister", instance_id=engine, dp_rank=0)
+        assert (status, found["reason"]) == (400, "invalid_registration")
+        assert "UnregisterPublisher.instance_group is empty" in found["error"]
+        assert index.get(f"/services?model_name={model}")[1]["count"] == 2
 
 
 def test_a_tenant_neither_asks_nor_registers_nor_lists_nor_removes_in_the_group_of_another(

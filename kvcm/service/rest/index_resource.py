@@ -93,7 +93,7 @@ class _Request(NamedTuple):
 
 
 class IndexApp:
-    """Answers requests of the index API. The transport has read and limited their bodies.
+    """Answers requests of the index API. The transport has admitted them, and read and limited their bodies.
 
     Args:
         calls: of engines.
@@ -145,6 +145,10 @@ class IndexApp:
         request = _Request(scope["path"], parameters, headers, scope.get(ARRIVAL, LOCAL), body=body, encoding=encoding)
         await _send(send, await self._answer(handler, request), encoding)
 
+    def call_of(self, path: str) -> Call:
+        """Return the call that requests of a path become."""
+        return self._calls[_CALLS[path]]
+
     async def refuse(self, scope: MutableMapping[str, Any], send: Send, problem: Problem) -> None:
         """Refuse a request that is not read."""
         await _send(send, _problem_answer(problem), _answer_encoding(dict(scope["headers"])))
@@ -181,7 +185,7 @@ class IndexApp:
         encoding_of(request.headers.get(b"content-type", b"").decode("latin-1"))
         query, message = await self._bodies.read(request.body, read)
         try:
-            ranks = (await self._run(request, "MatchModel", message)).ranks
+            ranks = (await self._run(request, message)).ranks
         except _RefusedError as error:
             if error.code is ErrorCode.INSTANCE_NOT_EXIST:
                 if query.dialect is Dialect.DYNAMO:
@@ -209,7 +213,7 @@ class IndexApp:
         )
         message = pb.RegisterPublisherRequest(instance_group=registration.group, publisher=publisher)
         try:
-            await self._run(request, "RegisterPublisher", message)
+            await self._run(request, message)
         except _RefusedError as error:
             codes = {ErrorCode.INVALID_ARGUMENT, ErrorCode.DUPLICATE_ENTITY}
             if error.code in codes and registration.dialect is Dialect.CONDUCTOR:
@@ -222,7 +226,12 @@ class IndexApp:
         message = pb.UnregisterPublisherRequest(
             instance_group=removal.group, engine=removal.engine, rank=removal.rank, model_name=removal.model_name
         )
-        removed = await self._run(request, "UnregisterPublisher", message)
+        try:
+            removed = await self._run(request, message)
+        except _RefusedError as error:
+            if error.code is ErrorCode.INVALID_ARGUMENT and removal.dialect is Dialect.CONDUCTOR:
+                raise RequestError(str(error), ErrorReason.INVALID_REGISTRATION) from None
+            raise
         return _Answer(*removed_answer(removal, removed.publishers))
 
     def _fields(self, request: _Request) -> Fields:
@@ -250,22 +259,20 @@ class IndexApp:
         message = pb.DescribeIndexRequest(
             instance_group=group_of_tenant(tenant), model_name=request.parameter("model_name")
         )
-        return await self._run(request, "DescribeIndex", message)
+        return await self._run(request, message)
 
     # The call behind a request.
 
-    async def _run(self, request: _Request, name: str, message: Any) -> Any:
-        """Run a call, and return its answer.
+    async def _run(self, request: _Request, message: Any) -> Any:
+        """Run the call of the request's path, and return its answer.
 
         Raises:
             _RefusedError: its outcome is not OK.
-            RejectedError: admission or access rejects it.
+            RejectedError: its rate, its queue or access rejects it.
         """
-        call = self._calls[name]
+        call = self.call_of(request.path)
         given = request.headers.get(b"x-request-id", b"").decode("latin-1")
         message.trace_id = given if _TRACE_ID.fullmatch(given) else "index"
-        if (refusal := self._caller.rejection(call, request.arrival)) is not None:
-            raise refusal
         answer: Any = (await self._caller.answer(call, message, request.arrival)).complete()
         status = answer.header.status
         if status.code != ErrorCode.OK:
@@ -275,6 +282,15 @@ class IndexApp:
 
 
 _MOST_REGISTRATION_BYTES: Final = 1 << 16
+_CALLS: Final[Mapping[str, str]] = {
+    "/register": "RegisterPublisher",
+    "/unregister": "UnregisterPublisher",
+    "/query": "MatchModel",
+    "/query_by_hash": "MatchModel",
+    "/services": "DescribeIndex",
+    "/workers": "DescribeIndex",
+    "/global_view": "DescribeIndex",
+}
 
 
 def _match_request(query: Query) -> Any:

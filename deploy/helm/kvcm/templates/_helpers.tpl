@@ -149,7 +149,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- $_ := set $settings "manager_ca_file" "/run/secrets/kvcm/ca/ca.crt" -}}
 {{- end -}}
 {{- end -}}
-{{- range $key, $value := merge $settings (deepCopy $gateway.settings) }}
+{{- range $key, $value := mergeOverwrite $settings (deepCopy $gateway.settings) }}
 {{ $key }} = {{ toJson $value }}
 {{- end }}
 {{- range $gateway.engines }}
