@@ -141,7 +141,10 @@ def test_it_serves_is_healthy_writes_nowhere_else_and_drains(image: Image, conta
         ),
     ],
 )  # fmt: skip
-def test_the_gateway_and_the_subscriber_start_and_end(container: Container, words: list[str], said: str) -> None:
+def test_the_gateway_and_the_subscriber_start_and_end(
+    image: Image, container: Container, words: list[str], said: str
+) -> None:
+    until(lambda: container.is_healthy(image.config["Healthcheck"]["Test"]), "healthy")
     ran = container.execute(["timeout", "--preserve-status", "5", *words])
     assert ran.returncode == 0, ran
     assert said in ran.stdout + ran.stderr

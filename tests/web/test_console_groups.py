@@ -59,7 +59,7 @@ def test_the_effect_of_a_change_is_shown_before_it_is_saved(browser: Browser, si
         assert stored(site, group)["quota"]["capacity"] == 8 * MIB
         watch.press("Save")
         assert "The limits were changed. Quota: 1 MiB; Evict at an age: 12h." in watch.said
-        watch.page.get_by_text("of 1.0 MiB").first.wait_for()
+        watch.page.get_by_text("of 1.0 MiB").locator("visible=true").first.wait_for()  # a bar has such a title, hidden
     found = stored(site, group)
     assert found["quota"]["capacity"] == MIB
     assert found["cache_config"]["reclaim_strategy"]["policy"]["ttl_seconds"] == 43200

@@ -6,6 +6,7 @@ import contextlib
 import struct
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 from console_site import HOSTILE, ConsoleSite, ask, post
 from watched_pages import faults_of, keyboard_faults, watched
@@ -23,17 +24,18 @@ FORM = {"kind": "keys", "numbers": "0 1 2 3 4 5 70 71"}
 def reported(site: ConsoleSite) -> Iterator[None]:
     """Have two engines report blocks, and stop in the end: the site is shared."""
     held = {FIRST: {"MEDIUM_GPU": range(2), "MEDIUM_HOST": range(2, 7)}, SECOND: {"MEDIUM_GPU": range(71, 73)}}
+    stream = uuid4().hex  # one that stopped changes nothing any more
     with site.api() as api:
         for engine, media in held.items():
             changes = [
                 {"medium": medium, "added_keys": struct.pack(f"<{len(keys)}q", *keys)} for medium, keys in media.items()
             ]
-            fields = {"instance_id": "instance of chat", "engine": engine, "stream": "run"}
+            fields = {"instance_id": "instance of chat", "engine": engine, "stream": stream}
             snapshot = {"first": True, "last": True}
             api.ok("ResidencyService.ReportResidency", **fields, sequence=1, changes=changes, snapshot=snapshot)
         yield
         for engine in held:
-            fields = {"instance_id": "instance of chat", "engine": engine, "stream": "run"}
+            fields = {"instance_id": "instance of chat", "engine": engine, "stream": stream}
             api.ok("ResidencyService.ReportResidency", **fields, sequence=2, stopped=True)
 
 
