@@ -61,7 +61,7 @@ class Rig:
         registry: Any = SimpleNamespace(instances=self.listing, groups=groups)
         nothing: Any = None
         limits = RequestLimits(1000, 1000, 1 << 20)
-        self.api = IndexApi(nothing, registry, self.residency, nothing, limits, run_id="run")
+        self.api = IndexApi(nothing, registry, self.residency, nothing, limits, run_id="run", manager="127.0.0.1:6381")
 
 
 def instance(number: int, group: str = "g0", model: str = "m", block_size: int = 16, lora: str = "") -> Instance:
