@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcm.commands.options import first_line, with_options
+from kvcm.commands.options import key_in, serve_with, with_options
 from kvcm.terminal.exit_codes import CANNOT_RUN, exit_cannot_run, exit_on_errors
 
 if TYPE_CHECKING:
@@ -190,29 +190,18 @@ def _secrets(settings: GatewaySettings) -> GatewaySecrets:
     from kvcm.gateway.settings import GatewaySecrets
 
     return GatewaySecrets(
-        api_key=_key(settings.api_key_file),
-        engine_key=_key(settings.engine_key_file),
-        manager_key=_key(settings.manager_key_file),
+        api_key=key_in(settings.api_key_file),
+        engine_key=key_in(settings.engine_key_file),
+        manager_key=key_in(settings.manager_key_file),
         manager_ca=Path(settings.manager_ca_file).read_bytes() if settings.manager_ca_file else b"",
     )
 
 
-def _key(path: str) -> str:
-    return first_line(Path(path), "key file").strip() if path else ""
-
-
 def _run(settings: GatewaySettings, secrets: GatewaySecrets) -> None:
-    from kvcm.telemetry.logs import LEVELS, configure_logs
-
-    configure_logs(LEVELS[settings.log_level], settings.log_format)
     try:
-        import uvloop
+        import uvloop  # noqa: F401 - before the server, whose packages are those of the extra
 
         from kvcm.gateway.gateway import Gateway
     except ModuleNotFoundError as missing:
         exit_cannot_run(f"{missing.name} is not installed; the gateway needs: pip install 'kvcm[server,gateway]'")
-
-    async def serve() -> None:
-        await Gateway(settings, secrets).serve()
-
-    uvloop.run(serve())
+    serve_with(lambda: Gateway(settings, secrets).serve(), settings.log_level, settings.log_format)

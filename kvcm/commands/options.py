@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -28,9 +28,11 @@ __all__ = [
     "Yes",
     "confirm",
     "first_line",
+    "key_in",
     "noun",
     "one_of",
     "prompt_password",
+    "serve_with",
     "with_options",
 ]
 
@@ -128,6 +130,33 @@ def prompt_password(path: Path | None, *, is_new: bool, option: str = "--passwor
         exit_cannot_run(f"there is no terminal to ask for the {what} at: give {option}")
     password: str = typer.prompt(what.capitalize(), hide_input=True, confirmation_prompt=is_new, err=True)
     return password
+
+
+def key_in(path: str) -> str:
+    """Return the key that a file holds; "" without one."""
+    return first_line(Path(path), "key file").strip() if path else ""
+
+
+def serve_with(serve: Callable[[], Coroutine[Any, Any, None]], level: str, form: str) -> None:
+    """Run a server until it ends, with its log.
+
+    Args:
+        serve: makes it and runs it, within the loop.
+        level: of the log.
+        form: of its lines.
+
+    Raises:
+        ModuleNotFoundError: uvloop is missing.
+    """
+    import uvloop
+
+    from kvcm.telemetry.logs import LEVELS, configure_logs
+
+    async def run() -> None:
+        await serve()
+
+    configure_logs(LEVELS[level], form)
+    uvloop.run(run())
 
 
 def first_line(path: Path, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcm.commands.options import first_line, with_options
+from kvcm.commands.options import key_in, serve_with, with_options
 from kvcm.terminal.exit_codes import CANNOT_RUN, exit_cannot_run, exit_on_errors
 
 if TYPE_CHECKING:
@@ -232,29 +232,16 @@ def _secrets(settings: ScorerSettings) -> ScorerSecrets:
     from kvcm.scorer.settings import ScorerSecrets
 
     return ScorerSecrets(
-        api_key=_key(settings.api_key_file),
-        manager_key=_key(settings.manager_key_file),
+        api_key=key_in(settings.api_key_file),
+        manager_key=key_in(settings.manager_key_file),
         manager_ca=Path(settings.manager_ca_file).read_bytes() if settings.manager_ca_file else b"",
     )
 
 
-def _key(path: str) -> str:
-    return first_line(Path(path), "key file").strip() if path else ""
-
-
 def _run(settings: ScorerSettings, secrets: ScorerSecrets) -> None:
-    from kvcm.telemetry.logs import LEVELS, configure_logs
-
-    configure_logs(LEVELS[settings.log_level], settings.log_format)
-
-    async def serve() -> None:
-        await Scorer(settings, secrets).serve()
-
     try:
-        import uvloop
-
         from kvcm.scorer.scorer import Scorer
 
-        uvloop.run(serve())
-    except ModuleNotFoundError as missing:
+        serve_with(lambda: Scorer(settings, secrets).serve(), settings.log_level, settings.log_format)
+    except ModuleNotFoundError as missing:  # also tokenizers, which are loaded for prompts as text
         exit_cannot_run(f"{missing.name} is not installed; the scorer needs: pip install 'kvcm[server,scorer]'")

@@ -94,7 +94,7 @@ def _join(fastest_first: Sequence[Location]) -> bytes:
     event_hash = 0
     for location in fastest_first:
         decoded = decode_chunk(location.chunk)
-        event_hash = event_hash or decoded.event_hash  # one writer may have told it, and another not
+        event_hash = event_hash or decoded.event_hash  # one writer may have given it, and another not
         for spec in decoded.specs:
             specs.setdefault(spec.name, spec)
     return encode_chunk(fastest_first[0].storage_type, len(specs), specs.values(), event_hash)

@@ -31,7 +31,7 @@ STORAGES = ("a", "b")
 
 @dataclass
 class Listener:
-    """Knows only what it is told."""
+    """Knows the changes that it gets, and nothing else."""
 
     keys: set[int] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""Event hashes of blocks: told when a write starts, and answered with the locations from then on."""
+"""Event hashes of blocks: given when a write starts, and answered with the locations from then on."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_checksums_of_a_finish_leave_hashes_as_they_are(site: Site) -> None:
 
 
 def test_only_blocks_that_are_written_get_a_hash(site: Site) -> None:
-    """A masked block keeps what its own writer told."""
+    """A masked block keeps the hash of its own writer."""
     instance = site.instance()
     site.write(instance, [2])
     site.write(instance, [4], event_hashes=[-4])

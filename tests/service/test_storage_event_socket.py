@@ -77,7 +77,7 @@ def blocks(*hashes: int) -> Blocks:
 
 
 def known(batches: list[tuple[int, list[dict[str, Any]]]]) -> set[int]:
-    """What somebody knows who began with these."""
+    """The hashes that a listener knows that began with these."""
     found: set[int] = set()
     for _, events in batches:
         for event in events:
